@@ -1,0 +1,1 @@
+"""Native structures of kvgate. Imported by router/index and router/wire alone."""

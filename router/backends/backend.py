@@ -1,0 +1,70 @@
+"""One engine at one address: who it is, whether it may serve, what it reported, and what of ours it carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """Whether a backend may be chosen. Only `UP` and `TRIAL` are candidates."""
+
+    STARTING = "starting"  # never answered a health check yet
+    UP = "up"
+    TRIAL = "trial"  # half-open after an ejection: one request at a time shows whether it is back
+    EJECTED = "ejected"  # its connections fail, or it is silent while others answer
+    DOWN = "down"  # its health checks fail
+
+
+@dataclass(slots=True)
+class EngineReport:
+    """What the engine last said of itself in /metrics, summed over its `engine` labels. Counters are totals, in tokens."""
+
+    at: float = float("-inf")  # clock.now() of the answer
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_usage: float = 0.0  # 0 to 1, blocks in use; 0 when idle, even with a full prefix cache
+    prefix_queries: float | None = None  # None: the engine does not export it
+    prefix_hits: float | None = None
+    prefill_seconds_sum: float | None = None  # vllm:request_prefill_time_seconds
+    prefill_count: float | None = None
+    block_size_tokens: int | None = None
+    num_gpu_blocks: int | None = None
+    prefix_caching: bool | None = None
+
+    @property
+    def kv_capacity_tokens(self) -> int | None:
+        if self.block_size_tokens is None or self.num_gpu_blocks is None:
+            return None
+        return self.block_size_tokens * self.num_gpu_blocks
+
+
+@dataclass(eq=False, slots=True)
+class Backend:
+    """Identity is the object: two with the same name never live at once, and a removed one is never revived.
+
+    `slot` is its small number in the index, `in_flight` is written by InFlight alone, `state` by the registry alone.
+    """
+
+    name: str
+    url: str  # scheme://host:port, no path
+    host: str
+    port: int
+    weight: float = 1.0
+    api_key: str | None = field(default=None, repr=False)
+    configured_models: tuple[str, ...] | None = None
+    slot: int = -1
+    state: State = State.STARTING
+    draining: bool = False
+    why: str = "no health check answered yet"  # why it is out of rotation; empty while it serves
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> its /v1/models entry, every field kept
+    in_flight: int = 0
+    report: EngineReport = field(default_factory=EngineReport)
+
+    @property
+    def serving(self) -> bool:
+        return not self.draining and self.state in (State.UP, State.TRIAL)
+
+    def __repr__(self) -> str:
+        return f"<Backend {self.name} {self.state.value} in_flight={self.in_flight}>"

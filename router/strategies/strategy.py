@@ -1,0 +1,143 @@
+"""How a strategy plugs into the proxy: one protocol, no sockets, no I/O, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import Protocol
+
+from native.block_hash import BlockHashes
+from router.backends.backend import Backend, EngineReport
+
+
+class Need(Enum):
+    """What the proxy computes before a choice; nothing else is computed."""
+
+    PREFIX_BLOCKS = auto()
+    SESSION_KEY = auto()
+
+
+class Reason(StrEnum):
+    """Why a backend was chosen. INTERFACE.md section 3 says what each means; also a metric label."""
+
+    ROUNDROBIN = "roundrobin"
+    LEASTLOAD = "leastload"
+    SESSION = "session"
+    PREFIX = "prefix"
+    KV = "kv"
+    LOAD = "load"
+    UNTRUSTED = "fallback-untrusted"
+    NO_TOKENS = "fallback-no-tokens"
+    NO_EVENTS = "fallback-no-events"
+    SHAPE = "fallback-shape"
+    RETRY = "retry"
+
+
+class RoutingRequest:
+    """What a strategy may know of a request."""
+
+    __slots__ = ("arrived_at", "blocks", "max_tokens", "model", "prefix_bytes", "prompt_tokens", "readable", "session_key")
+
+    def __init__(
+        self,
+        model: str,
+        arrived_at: float,
+        *,
+        blocks: BlockHashes | None = None,
+        prefix_bytes: int = 0,
+        prompt_tokens: int | None = None,
+        session_key: bytes | None = None,
+        max_tokens: int | None = None,
+        readable: bool = True,
+    ) -> None:
+        self.model = model
+        self.arrived_at = arrived_at  # clock.now()
+        self.blocks = blocks  # chained hashes of the routing prefix; None where not needed or not readable
+        self.prefix_bytes = prefix_bytes  # length of the whole routing prefix, the unhashed tail included
+        self.prompt_tokens = prompt_tokens  # where the body itself holds token ids, else None
+        self.session_key = session_key
+        self.max_tokens = max_tokens
+        self.readable = readable  # False: a body of unknown shape, routed by load
+
+
+class Choice:
+    """One backend for one attempt, with what a log line needs to explain it."""
+
+    __slots__ = ("backend", "match_blocks", "matched_tokens", "prompt_tokens", "reason", "request", "uncached_s", "uncached_tokens")
+
+    def __init__(
+        self,
+        request: RoutingRequest,
+        backend: Backend,
+        reason: Reason,
+        *,
+        match_blocks: int = 0,
+        matched_tokens: int = 0,
+        prompt_tokens: int = 0,
+        uncached_tokens: int = 0,
+        uncached_s: float = 0.0,
+    ) -> None:
+        self.request = request
+        self.backend = backend
+        self.reason = reason
+        self.match_blocks = match_blocks
+        self.matched_tokens = matched_tokens  # predicted hit
+        self.prompt_tokens = prompt_tokens  # estimated where the body does not say
+        self.uncached_tokens = uncached_tokens
+        self.uncached_s = uncached_s  # the prefill that this request brings
+
+
+class End(Enum):
+    """How an attempt ended."""
+
+    COMPLETE = auto()  # the whole answer of the engine was seen
+    FAILED = auto()  # the backend's doing
+    CANCELLED = auto()  # the client's doing, or ours
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an attempt taught. Token counts as the engine's `usage` reported them, None where it did not."""
+
+    end: End
+    at: float
+    status: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Strategy(Protocol):
+    """Clock and random.Random come through the constructor. `candidates` is a snapshot, never with a backend in it
+    that is down, draining or at its cap: a strategy does not ask the registry."""
+
+    needs: frozenset[Need]
+
+    def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
+        """The backend for one attempt, None only for no candidates. Changes nothing but generators and rotation."""
+        ...
+
+    def placed(self, choice: Choice) -> None:
+        """The choice was taken: its blocks count as coming, its work as waiting."""
+        ...
+
+    def first_byte(self, choice: Choice) -> None:
+        """The prefill is over. At most once per choice."""
+        ...
+
+    def observe(self, choice: Choice, outcome: Outcome) -> None:
+        """The attempt ended. Exactly once per placed choice."""
+        ...
+
+    def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
+        """The engine answered a poll."""
+        ...
+
+    def joined(self, backend: Backend) -> None:
+        """A backend was added to the fleet."""
+        ...
+
+    def forget(self, backend: Backend) -> None:
+        """Its cache is gone: it was removed, or restarted. Attempts on it may still be open."""
+        ...
