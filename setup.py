@@ -21,7 +21,13 @@ extensions = [
     Extension(
         f"native.{path.stem}",
         [str(path)],
-        extra_compile_args=[*compile_args, "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"],
+        extra_compile_args=[
+            *compile_args,
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-parameter",
+            "-Wno-missing-field-initializers",
+        ],
         define_macros=macros,
     )
     for path in sorted(Path("native").glob("*.pyx"))

@@ -42,7 +42,7 @@ class VirtualTimer:
 
 
 class VirtualClock:
-    """Time that moves only when told to, for tests and simulations. Timers due at one instant run in order of creation."""
+    """Time that moves only when told to, for tests. Timers due at one instant run in order of creation."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start

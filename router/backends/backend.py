@@ -19,7 +19,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class EngineReport:
-    """What the engine last said of itself in /metrics, summed over its `engine` labels. Counters are totals, in tokens."""
+    """What the engine last said in /metrics, summed over its `engine` labels. Counters are totals, in tokens."""
 
     at: float = float("-inf")  # clock.now() of the answer
     running: float = 0.0
@@ -60,6 +60,8 @@ class Backend:
     why: str = "no health check answered yet"  # why it is out of rotation; empty while it serves
     models: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> its /v1/models entry, every field kept
     in_flight: int = 0
+    last_byte_at: float = float("-inf")  # clock.now() of the last response byte on any of its attempts
+    connect_failures: int = 0  # in a row
     report: EngineReport = field(default_factory=EngineReport)
 
     @property

@@ -8,6 +8,7 @@ from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 from native.block_hash import BlockHashes
+
 from router.backends.backend import Backend, EngineReport
 
 
@@ -37,7 +38,16 @@ class Reason(StrEnum):
 class RoutingRequest:
     """What a strategy may know of a request."""
 
-    __slots__ = ("arrived_at", "blocks", "max_tokens", "model", "prefix_bytes", "prompt_tokens", "readable", "session_key")
+    __slots__ = (
+        "arrived_at",
+        "blocks",
+        "max_tokens",
+        "model",
+        "prefix_bytes",
+        "prompt_tokens",
+        "readable",
+        "session_key",
+    )
 
     def __init__(
         self,
@@ -64,7 +74,16 @@ class RoutingRequest:
 class Choice:
     """One backend for one attempt, with what a log line needs to explain it."""
 
-    __slots__ = ("backend", "match_blocks", "matched_tokens", "prompt_tokens", "reason", "request", "uncached_s", "uncached_tokens")
+    __slots__ = (
+        "backend",
+        "match_blocks",
+        "matched_tokens",
+        "prompt_tokens",
+        "reason",
+        "request",
+        "uncached_s",
+        "uncached_tokens",
+    )
 
     def __init__(
         self,
