@@ -35,5 +35,9 @@ class BodyFramer:
     def feed_into(self, data: bytes, out: bytearray, start: int = 0) -> int:
         """As feed(), and appends the payload without its framing to `out`."""
 
+    @property
+    def until_close(self) -> bool:
+        """Whether the end of the connection is the proper end of this body."""
+
     def at_boundary(self) -> bool:
         """Whether another chunk could be inserted here without being taken for payload."""

@@ -89,6 +89,10 @@ cdef class BodyFramer:
             raise ValueError("start is outside of data")
         return self._walk(PyBytes_AS_STRING(data), start, PyBytes_GET_SIZE(data), out)
 
+    @property
+    def until_close(self):
+        return self.framing == UNTIL_CLOSE
+
     def at_boundary(self):
         return self.framing == CHUNKED and self.state == SIZE and self.digits == 0 and not self.done
 

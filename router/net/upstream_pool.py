@@ -1,0 +1,148 @@
+"""Idle engine connections, and the opening of new ones.
+
+vLLM closes a connection that was idle for 5 s; a request sent into that moment is lost. So a connection is dropped
+before the engine does it, and the youngest idle one is used first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from router.backends.backend import Backend
+from router.clock import Clock, TimerHandle
+from router.net.exchange_api import ConnectEvents
+from router.net.upstream import Upstream
+
+IDLE_LIMIT = 1024  # idle connections to one backend; a connection that comes free beyond it is closed
+
+
+class UpstreamPool:
+    """Work for each call is constant: deques by backend, oldest on the left."""
+
+    def __init__(self, clock: Clock, keepalive_s: float, max_head_bytes: int) -> None:
+        self._clock = clock
+        self._keepalive_s = keepalive_s
+        self._max_head_bytes = max_head_bytes
+        self._idle: dict[Backend, deque[Upstream]] = {}
+        self._sweep: TimerHandle | None = None
+        self._closed = False
+        self.open = 0  # connections made and not yet lost
+
+    def make(self, backend: Backend) -> Upstream:
+        """A protocol for a new connection; it counts as open until it is lost."""
+        self.open += 1
+        return Upstream(backend, self._max_head_bytes, self._released)
+
+    def take(self, backend: Backend) -> Upstream | None:
+        """The idle connection used last, if one is still good."""
+        idle = self._idle.get(backend)
+        if not idle:
+            return None
+        upstream = idle.pop()
+        if upstream.reusable and self._clock.now() - upstream.idle_since < self._keepalive_s:
+            return upstream
+        idle.append(upstream)
+        self.drop(backend)  # the youngest is too old: so are the others
+        return None
+
+    def drop(self, backend: Backend) -> None:
+        """Close all idle connections to one backend."""
+        for upstream in self._idle.pop(backend, ()):
+            upstream.discard()
+
+    def close(self) -> None:
+        self._closed = True
+        for backend in list(self._idle):
+            self.drop(backend)
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+
+    def idle_count(self, backend: Backend) -> int:
+        return len(self._idle.get(backend, ()))
+
+    def _released(self, upstream: Upstream, reusable: bool) -> None:
+        if not reusable:
+            self.open -= 1
+            idle = self._idle.get(upstream.backend)
+            if idle is not None and not upstream.reusable:
+                try:
+                    idle.remove(upstream)
+                except ValueError:
+                    return  # it was in use
+                if not idle:
+                    del self._idle[upstream.backend]
+            return
+        idle = self._idle.setdefault(upstream.backend, deque())
+        if self._closed or len(idle) >= IDLE_LIMIT:
+            upstream.discard()
+            return
+        upstream.idle_since = self._clock.now()
+        idle.append(upstream)
+        if self._sweep is None:
+            self._sweep = self._clock.call_later(self._keepalive_s / 4, self._drop_old)
+
+    def _drop_old(self) -> None:
+        self._sweep = None
+        # one sweep period early, so that none outlives keepalive_s while it waits for the next sweep
+        oldest = self._clock.now() - self._keepalive_s * 0.75
+        for backend in list(self._idle):
+            idle = self._idle[backend]
+            while idle and idle[0].idle_since <= oldest:
+                idle.popleft().discard()
+            if not idle:
+                del self._idle[backend]
+        if self._idle:
+            self._sweep = self._clock.call_later(self._keepalive_s / 4, self._drop_old)
+
+
+class _TaskConnecting:
+    """One connection attempt; its outcome reaches `events` unless it was cancelled before."""
+
+    __slots__ = ("_events", "_task", "_upstream")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, upstream: Upstream, events: ConnectEvents) -> None:
+        self._events: ConnectEvents | None = events
+        self._upstream = upstream
+        backend = upstream.backend
+        self._task = loop.create_task(loop.create_connection(lambda: upstream, backend.host, backend.port))
+        self._task.add_done_callback(self._done)
+
+    def cancel(self) -> None:
+        self._events = None
+        self._task.cancel()
+
+    def _done(self, task: asyncio.Task[tuple[asyncio.Transport, Upstream]]) -> None:
+        events, self._events = self._events, None
+        upstream = self._upstream
+        if task.cancelled():
+            upstream.never_connected()
+            if events is not None:
+                events.on_connect_failed("cancelled")
+        elif (error := task.exception()) is not None:
+            upstream.never_connected()
+            if events is not None:
+                events.on_connect_failed(describe(error))
+        elif events is None:
+            upstream.discard()
+        else:
+            events.on_connected(upstream)
+
+
+class TcpConnector:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: UpstreamPool) -> None:
+        self._loop = loop
+        self._pool = pool
+
+    def connect(self, backend: Backend, events: ConnectEvents) -> _TaskConnecting:
+        return _TaskConnecting(self._loop, self._pool.make(backend), events)
+
+
+def describe(error: BaseException) -> str:
+    """An error in words that fit a client's message: no address, no errno."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return type(error).__name__

@@ -1,0 +1,117 @@
+"""Who may start: the caps on requests in flight, and the queue of those who may not yet.
+
+The cap is a true one: a place is taken with the choice of a backend and given back when that attempt ends, after its
+last byte. The queue is first in, first out; a waiter whose model has no free backend does not hold up another model's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from router.backends.registry import Pool
+from router.errors import RouterError, queue_full
+
+
+class Waiter(Protocol):
+    pool: Pool
+
+    def try_place(self) -> bool:
+        """Start an attempt, or end for good; False: it has to wait."""
+
+    def on_rejected(self, error: RouterError) -> None:
+        """There is no place to wait."""
+
+
+class Admission:
+    """`max_in_flight` 0 means no cap; `max_queue` bounds those who wait, over all models."""
+
+    def __init__(self, max_in_flight: int, max_queue: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_queue = max_queue
+        self._queues: dict[Pool, OrderedDict[Waiter, int]] = {}
+        self._ticket = 0
+        self._pumping = False
+        self._pump_again = False
+        self.in_flight = 0
+        self.depth = 0
+
+    @property
+    def full(self) -> bool:
+        return 0 < self._max_in_flight <= self.in_flight
+
+    def enter(self, waiter: Waiter) -> None:
+        """Place it now if nobody of its model waits already, else let it wait."""
+        if waiter.pool not in self._queues and not self.full and waiter.try_place():
+            return
+        if self.depth >= self._max_queue:
+            waiter.on_rejected(queue_full(self._retry_after_s()))
+            return
+        self._append(waiter)
+
+    def enter_again(self, waiter: Waiter) -> None:
+        """A repeat: it has waited its time, so it goes first and the queue's bound does not refuse it."""
+        if not self.full and waiter.try_place():
+            return
+        self._put_first(waiter, 0)
+
+    def leave(self, waiter: Waiter) -> None:
+        """Wait no longer; nothing happens if it does not wait."""
+        queue = self._queues.get(waiter.pool)
+        if queue is not None and queue.pop(waiter, None) is not None:
+            self.depth -= 1
+            if not queue:
+                del self._queues[waiter.pool]
+
+    def taken(self) -> None:
+        self.in_flight += 1
+
+    def released(self) -> None:
+        """A place is free again."""
+        self.in_flight -= 1
+        if self._queues:
+            self.pump()
+
+    def pump(self) -> None:
+        """Place whoever can be placed, oldest first. To be called too when backends come, go or recover."""
+        if self._pumping:  # placing one may free another's place in the same call
+            self._pump_again = True
+            return
+        self._pumping = True
+        try:
+            self._pump_again = True
+            while self._pump_again:
+                self._pump_again = False
+                self._place_oldest_first()
+        finally:
+            self._pumping = False
+
+    def queued_by_model(self) -> dict[str, int]:
+        return {pool.model: len(queue) for pool, queue in self._queues.items()}
+
+    def _append(self, waiter: Waiter) -> None:
+        self._ticket += 1
+        self._queues.setdefault(waiter.pool, OrderedDict())[waiter] = self._ticket
+        self.depth += 1
+
+    def _put_first(self, waiter: Waiter, ticket: int) -> None:
+        queue = self._queues.setdefault(waiter.pool, OrderedDict())
+        queue[waiter] = ticket
+        queue.move_to_end(waiter, last=False)
+        self.depth += 1
+
+    def _place_oldest_first(self) -> None:
+        blocked: set[Pool] = set()
+        while not self.full:
+            heads = [(next(iter(q.items())), pool) for pool, q in self._queues.items() if pool not in blocked]
+            if not heads:
+                return
+            (waiter, ticket), pool = min(heads, key=lambda head: head[0][1])
+            self.leave(waiter)
+            if not waiter.try_place():
+                self._put_first(waiter, ticket)
+                blocked.add(pool)
+
+    def _retry_after_s(self) -> int:
+        """A queue of N behind M places empties in about N / M answers; a second for each is the least honest guess."""
+        return max(1, min(60, self.depth // max(self.in_flight, 1)))

@@ -1,0 +1,764 @@
+"""One request and its answer, from the first byte to the last: the hot path.
+
+The machine is the table in phases.py. Callbacks come from both sides (net/exchange_api.py): the client's connection
+hands over the request and tells when the client leaves or is slow; an engine's connection tells what it answers; the
+clock tells when a phase took too long. Each attempt ends in `_end_attempt`, each exchange in `_finish`, once, whoever
+comes first; everything counted is given back there and nowhere else.
+
+What is unusual: the engine's head is held back until the first byte of its body. Until then nothing was promised to
+the client, and a failure of any kind can be mended by a repeat on another backend (retry.py says when). After it an
+error can only be told inside the stream, by an error event and a connection cut without its proper end.
+
+Nothing here waits, and nothing is collected: body bytes pass as they came, one callback for each piece.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from native.body_framing import BodyFramer, Framing
+from router.backends.backend import Backend, State
+from router.backends.in_flight import InFlight
+from router.backends.registry import Pool
+from router.clock import TimerHandle
+from router.errors import RouterError, Source, no_backend, queue_full, upstream_error, upstream_timeout
+from router.net.downstream import Downstream
+from router.net.upstream import Upstream
+from router.proxy.attempt import Attempt, HeldAnswer, LastFailure, StreamPeek
+from router.proxy.intake import describe_outage, read_routing
+from router.proxy.local_answers import JSON_TYPE, LocalAnswer, local_answer
+from router.proxy.phases import MOVES, EndedBy, Phase
+from router.proxy.retry import may_repeat
+from router.proxy.services import Services
+from router.strategies.strategy import Choice, End, Outcome, Reason, RoutingRequest
+from router.wire.http_head import (
+    RequestHead,
+    ResponseHead,
+    render_own_answer,
+    render_request_head,
+    render_response_head,
+)
+from router.wire.paths import PathKind, path_kind
+from router.wire.sse import First, first_event
+from router.wire.usage import read_usage
+
+logger = logging.getLogger(__name__)
+
+BUSY_STATUSES = frozenset((429, 503))  # the engine's own limits: no sign of illness, but another one may have room
+
+
+class Exchange:
+    """Implements DownstreamEvents, UpstreamEvents, ConnectEvents and Waiter."""
+
+    __slots__ = (
+        "_attempt",
+        "_attempts",
+        "_bytes_out",
+        "_cancel_check",
+        "_client_slow",
+        "_deadline",
+        "_dechunker",
+        "_downstream",
+        "_failure",
+        "_first_byte_at",
+        "_framer",
+        "_head",
+        "_kind",
+        "_last_byte_at",
+        "_load",
+        "_phase",
+        "_queued_at",
+        "_queued_s",
+        "_received_at",
+        "_request",
+        "_request_id",
+        "_s",
+        "_served_by",
+        "_started_at",
+        "_status",
+        "_stream",
+        "_timer",
+        "_timer_at",
+        "_tried",
+        "_tunnel",
+        "_upstream_body",
+        "pool",
+    )
+
+    def __init__(self, services: Services, downstream: Downstream, head: RequestHead | None) -> None:
+        self._s = services
+        self._downstream = downstream
+        self._head = head
+        self._phase = Phase.READ_HEAD
+        self._kind = PathKind.CHANGE
+        self._request_id = (head.request_id if head is not None else None) or services.next_request_id()
+        # routing
+        self.pool: Pool = services.registry.any_pool()
+        self._request: RoutingRequest | None = None
+        self._attempt: Attempt | None = None
+        self._attempts = 0
+        self._load = 0  # in flight on the chosen backend at the moment of the choice
+        self._tried: list[Backend] = []
+        self._failure: LastFailure | None = None
+        self._cancel_check: Callable[[], None] | None = None
+        # what goes to the engine, kept while a repeat is possible
+        self._upstream_body = b""
+        # the answer
+        self._status = 0
+        self._served_by: Choice | None = None
+        self._framer: BodyFramer | None = None  # knows where in its framing the body under way stands
+        self._dechunker: BodyFramer | None = None
+        self._stream = False  # server-sent events
+        self._tunnel = False
+        self._client_slow = False
+        self._bytes_out = 0
+        # times, by the clock
+        self._started_at = self._received_at = services.clock.now()
+        self._queued_at = 0.0
+        self._queued_s = 0.0
+        self._first_byte_at: float | None = None
+        self._last_byte_at = 0.0
+        self._deadline: float | None = None
+        self._timer: TimerHandle | None = None
+        self._timer_at = 0.0
+        services.exchanges.add(self)
+        if head is not None:
+            self._enter(Phase.READ_BODY)
+
+    # -- the request --------------------------------------------------------------------------------------------------
+
+    def on_request(self, body: bytes) -> None:
+        s = self._s
+        head = self._head
+        assert head is not None
+        self._received_at = now = s.clock.now()
+        answer = local_answer(head.method, head.path, s)
+        if answer is not None:
+            self._answer_locally(answer)
+            return
+        self._kind = path_kind(head.method, head.path)
+        try:
+            self.pool, self._request = read_routing(s, head, self._kind, body, now)
+        except RouterError as error:
+            self._answer_error(error)
+            return
+        except Exception:
+            self.on_broken()
+            return
+        self._upstream_body = body
+        s.budget.earn()
+        self._enter(Phase.QUEUED)
+        self._queued_at = now
+        s.admission.enter(self)
+        if self._phase is Phase.QUEUED:
+            self._set_deadline(s.settings.queue_timeout_s)
+
+    def on_refused(self, error: RouterError) -> None:
+        if self._head is not None:
+            self._head.keep_alive = False  # its bytes are not all read
+        self._answer_error(error)
+
+    def on_rejected(self, error: RouterError) -> None:
+        self._answer_error(error)
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    def try_place(self) -> bool:
+        try:
+            candidates = self._candidates()
+            assert self._request is not None
+            choice = self._s.strategy.choose(self._request, candidates) if candidates else None
+            if choice is not None:
+                self._start_attempt(choice)
+            elif self._worth_waiting():
+                return False
+            else:
+                self._give_up()
+        except Exception:  # often called from the end of another exchange, which is not to blame
+            self.on_broken()
+        return True
+
+    def _candidates(self) -> Sequence[Backend]:
+        """Those of the pool that may get this request now. Without caps, trials and repeats: the pool's own tuple."""
+        pool = self.pool
+        candidates = pool.candidates
+        cap = self._s.settings.max_in_flight_per_backend
+        tried = self._tried
+        if not (tried or cap or pool.needs_filter):
+            return candidates
+        return [
+            b
+            for b in candidates
+            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is State.TRIAL and b.in_flight)
+        ]
+
+    def _worth_waiting(self) -> bool:
+        """Somebody serves and has no room, or is just starting; a repeat does not wait for starters."""
+        if any(b not in self._tried for b in self.pool.candidates):
+            return True
+        return not self._tried and any(b.state is State.STARTING and not b.draining for b in self.pool.members)
+
+    def _start_attempt(self, choice: Choice) -> None:
+        s = self._s
+        now = s.clock.now()
+        self._queued_s += now - self._queued_at
+        backend = choice.backend
+        if self._attempts:
+            choice.reason = Reason.RETRY
+        else:
+            s.metrics.queue_time.observe(self._queued_s)
+        self._attempts += 1
+        self._load = backend.in_flight
+        attempt = self._attempt = Attempt(choice, InFlight(backend), now)
+        s.admission.taken()
+        s.strategy.placed(choice)
+        s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
+        s.metrics.matched_predicted[backend.name] += choice.matched_tokens
+        # a dead connection shows only after the request was written: what must not be sent twice gets a new one
+        upstream = None if self._kind is PathKind.CHANGE else s.pool.take(backend)
+        if upstream is not None:
+            attempt.reused = True
+            self._send(upstream)
+        else:
+            self._connect()
+
+    def _connect(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        self._enter(Phase.CONNECTING)
+        self._set_deadline(self._s.settings.connect_s)
+        attempt.connecting = self._s.connector.connect(attempt.choice.backend, self)
+
+    def on_connected(self, upstream: Upstream) -> None:
+        assert self._attempt is not None
+        self._attempt.connecting = None
+        try:
+            self._send(upstream)
+        except Exception:
+            self.on_broken()
+
+    def on_connect_failed(self, why: str) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        attempt.connecting = None
+        backend = attempt.choice.backend
+        self._s.passive_health.connect_failed(backend)
+        self._fail_attempt("connect", upstream_error(f"Backend {backend.name} cannot be reached: {why}."))
+
+    def _send(self, upstream: Upstream) -> None:
+        s = self._s
+        head, attempt = self._head, self._attempt
+        assert head is not None
+        assert attempt is not None
+        self._enter(Phase.SENDING)
+        attempt.upstream = upstream
+        backend = attempt.choice.backend
+        if self._attempts == 1 and not attempt.sent:
+            s.metrics.overhead.observe(s.clock.now() - self._received_at - self._queued_s)
+        attempt.sent = True
+        body = self._upstream_body
+        raw = render_request_head(
+            head,
+            body_bytes=len(body),
+            request_id=self._request_id,
+            peer=self._downstream.peer,
+            default_host=b"%b:%d" % (backend.host.encode(), backend.port),
+            api_key=backend.api_key.encode() if backend.api_key is not None else None,
+        )
+        self._set_deadline(s.settings.first_byte_s)
+        upstream.send(self, raw, body, to_head=head.method == b"HEAD")
+
+    def on_sent(self) -> None:
+        if self._phase is Phase.SENDING:
+            self._enter(Phase.AWAIT_HEAD)
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def on_response_head(self, head: ResponseHead) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        assert self._head is not None
+        attempt.status = head.status
+        attempt.held = HeldAnswer(head, attempt.choice.backend.name, attempt.choice.reason)
+        if head.status == 101:
+            if self._head.upgrade is None or self._head.upgrade.lower() != b"websocket":
+                self._lose_upstream("it switched protocols unasked")
+                return
+            self._begin_tunnel()
+        elif head.status == 200:
+            if head.event_stream:
+                attempt.peek = StreamPeek(head)
+        elif head.status in BUSY_STATUSES or head.status == 500:
+            attempt.judging = self._repeatable(sent=True)
+
+    def on_response_body(self, data: bytes) -> None:
+        if self._phase is Phase.STREAMING:
+            self._forward(data)
+            return
+        attempt = self._attempt
+        assert attempt is not None
+        held = attempt.held
+        assert held is not None
+        if not held.add(data):
+            attempt.judging = False
+            self._commit()
+        elif attempt.judging:
+            return
+        elif attempt.peek is not None:
+            attempt.peek.framer.feed_into(data, attempt.peek.payload)
+            verdict = first_event(bytes(attempt.peek.payload))
+            if verdict is First.DATA or (verdict is First.ERROR and not self._repeatable(sent=True)):
+                self._commit()
+            elif verdict is First.ERROR:
+                backend = attempt.choice.backend
+                self._fail_attempt(
+                    "error_event", upstream_error(f"Backend {backend.name} failed before its first token.")
+                )
+        elif (
+            attempt.upstream is not None
+            and attempt.upstream.framer is not None
+            and attempt.upstream.framer.payload_bytes
+        ):
+            self._commit()
+
+    def on_response_end(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        upstream, attempt.upstream = attempt.upstream, None  # the pool's again
+        usage = read_usage(upstream.framer.usage if upstream is not None and upstream.framer is not None else None)
+        if self._phase is not Phase.STREAMING:
+            if attempt.judging:
+                self._judge()
+                return
+            self._commit()
+        backend = attempt.choice.backend
+        if usage.prompt_tokens is not None:
+            self._s.metrics.prompt_tokens[backend.name] += usage.prompt_tokens
+        if usage.cached_tokens is not None:
+            self._s.metrics.matched_reported[backend.name] += usage.cached_tokens
+        self._end_attempt(
+            End.COMPLETE,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+        self._enter(Phase.DONE)
+        self._finish(EndedBy.UPSTREAM)
+
+    def _commit(self) -> None:
+        """The first body byte is here: the answer is this one, and begins to go downstream."""
+        attempt, head = self._attempt, self._head
+        assert attempt is not None
+        assert head is not None
+        held = attempt.held
+        assert held is not None
+        s = self._s
+        self._enter(Phase.STREAMING)
+        now = s.clock.now()
+        self._first_byte_at = self._last_byte_at = now
+        backend = attempt.choice.backend
+        backend.last_byte_at = now
+        s.passive_health.answered(backend)
+        s.strategy.first_byte(attempt.choice)
+        s.metrics.ttft.observe(now - self._started_at)
+        attempt.held = attempt.peek = None
+        self._framer = attempt.upstream.framer if attempt.upstream is not None else None
+        self._stream = held.head.event_stream
+        self._upstream_body = b""
+        self._served_by = attempt.choice
+        self._write_held(held)
+        self._set_deadline(s.settings.idle_s)
+
+    def _write_held(self, held: HeldAnswer) -> None:
+        head = self._head
+        assert head is not None
+        answer = held.head
+        self._status = answer.status
+        dechunk = head.http_1_0 and answer.framing is Framing.CHUNKED
+        close = not head.keep_alive or answer.framing is Framing.UNTIL_CLOSE
+        if close or self._tunnel:
+            head.keep_alive = False
+        matched = self._served_by.matched_tokens if self._served_by is not None else 0
+        ours = b"x-request-id: %b\r\nx-kvgate-backend: %b\r\nx-kvgate-reason: %b\r\nx-kvgate-matched: %d\r\n" % (
+            self._request_id,
+            held.backend_name.encode("ascii", "replace"),
+            held.reason.encode(),
+            matched,
+        )
+        rendered = render_response_head(answer, ours=ours, date=self._s.date.now(), dechunk=dechunk, close=close)
+        if dechunk:
+            self._dechunker = BodyFramer(Framing.CHUNKED)
+            out = bytearray(rendered)
+            for piece in held.pieces:
+                self._dechunker.feed_into(piece, out)
+            data = bytes(out)
+        else:
+            data = b"".join((rendered, *held.pieces)) if held.pieces else rendered
+        self._bytes_out += len(data)
+        self._downstream.write(data)
+
+    def _forward(self, data: bytes) -> None:
+        """One piece of a body under way. The whole cost of a streamed token in the gateway is here and below it."""
+        attempt = self._attempt
+        assert attempt is not None
+        s = self._s
+        now = s.clock.now()
+        s.metrics.itl.observe(now - self._last_byte_at)
+        self._last_byte_at = attempt.choice.backend.last_byte_at = now
+        self._deadline = now + s.settings.idle_s  # the timer finds out when it fires
+        if self._dechunker is not None:
+            out = bytearray()
+            self._dechunker.feed_into(data, out)
+            data = bytes(out)
+        self._bytes_out += len(data)
+        self._downstream.write(data)
+
+    # -- back-pressure ------------------------------------------------------------------------------------------------
+
+    def on_client_slow(self) -> None:
+        self._client_slow = True
+        if self._attempt is not None and self._attempt.upstream is not None:
+            self._attempt.upstream.pause_reading()
+
+    def on_client_ready(self) -> None:
+        self._client_slow = False
+        if self._attempt is not None and self._attempt.upstream is not None:
+            self._attempt.upstream.resume_reading()
+
+    # -- upgrades -----------------------------------------------------------------------------------------------------
+
+    def _begin_tunnel(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        self._tunnel = True
+        self._commit()
+        early = self._downstream.start_tunnel()
+        if early and attempt.upstream is not None:
+            attempt.upstream.send_tunnel_data(early)
+
+    def on_tunnel_data(self, data: bytes) -> None:
+        if self._attempt is not None and self._attempt.upstream is not None:
+            self._deadline = self._s.clock.now() + self._s.settings.idle_s
+            self._attempt.upstream.send_tunnel_data(data)
+
+    def on_upstream_slow(self) -> None:
+        self._downstream.pause_reading()
+
+    def on_upstream_ready(self) -> None:
+        self._downstream.resume_reading()
+
+    # -- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def on_upstream_lost(self, why: str, any_byte: bool) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        attempt.upstream = None
+        backend = attempt.choice.backend
+        if self._phase is Phase.STREAMING:
+            self._end_attempt(End.FAILED)
+            self._cut(upstream_error(f"Backend {backend.name} broke off its answer: {why}."), EndedBy.UPSTREAM)
+            return
+        if attempt.reused and not any_byte:
+            attempt.reused = False  # the engine had closed it before the request came: nothing was lost
+            self._s.metrics.retries["stale_connection"] += 1
+            self._connect()
+            return
+        if not any_byte or attempt.held is None:
+            self._s.passive_health.connect_failed(backend)
+        self._fail_attempt("upstream_lost", upstream_error(f"Backend {backend.name} gave no answer: {why}."))
+
+    def _lose_upstream(self, why: str) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        if attempt.upstream is not None:
+            attempt.upstream.discard()
+        self.on_upstream_lost(why, True)
+
+    def on_backend_silent(self) -> None:
+        """Its backend was ejected for silence."""
+        if self._phase in (Phase.SENDING, Phase.AWAIT_HEAD) and self._attempt is not None:
+            backend = self._attempt.choice.backend
+            self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."))
+
+    def _judge(self) -> None:
+        """A whole answer that says `busy` or `broken`: is another backend better, or is this the answer?"""
+        attempt = self._attempt
+        assert attempt is not None
+        held = attempt.held
+        assert held is not None
+        held.complete = True
+        attempt.judging = False
+        if held.head.status in BUSY_STATUSES:
+            self._repeat_or_pass(repeat=True)
+        else:
+            self._deadline = None
+            self._cancel_check = self._s.check_engine(attempt.choice.backend, self._on_engine_checked)
+
+    def _on_engine_checked(self, alive: bool) -> None:
+        self._cancel_check = None
+        self._repeat_or_pass(repeat=not alive)
+
+    def _repeat_or_pass(self, repeat: bool) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        held = attempt.held
+        assert held is not None
+        backend = attempt.choice.backend
+        if repeat and self._repeatable(sent=True):
+            reason = "busy" if held.head.status in BUSY_STATUSES else "broken"
+            error = upstream_error(f"Backend {backend.name} answered {held.head.status}.")
+            self._fail_attempt(reason, error, held)
+        else:
+            self._commit()
+            self._end_attempt(End.COMPLETE)
+            self._enter(Phase.DONE)
+            self._finish(EndedBy.UPSTREAM)
+
+    def _repeatable(self, *, sent: bool) -> bool:
+        """Whether a further attempt is allowed and somebody else could take it."""
+        if self._attempts > self._s.settings.retry_attempts:
+            return False
+        if not may_repeat(self._kind, sent=sent, downstream_begun=self._phase is Phase.STREAMING):
+            return False
+        attempt = self._attempt
+        this = attempt.choice.backend if attempt is not None else None
+        return any(b is not this and b not in self._tried for b in self.pool.candidates)
+
+    def _fail_attempt(self, reason: str, error: RouterError, answer: HeldAnswer | None = None) -> None:
+        """No byte went downstream: repeat elsewhere, or tell the client."""
+        s = self._s
+        attempt = self._attempt
+        assert attempt is not None
+        repeat = self._repeatable(sent=attempt.sent)
+        self._failure = LastFailure(error, answer or (self._failure.answer if self._failure is not None else None))
+        self._tried.append(attempt.choice.backend)
+        self._enter(Phase.QUEUED)
+        self._end_attempt(End.COMPLETE if answer is not None else End.FAILED)
+        if not repeat or (attempt.sent and not s.budget.spend()):
+            self._give_up()
+            return
+        s.metrics.retries[reason] += 1
+        self._queued_at = s.clock.now()
+        s.admission.enter_again(self)
+        if self._phase is Phase.QUEUED:
+            self._set_deadline(s.settings.queue_timeout_s)
+
+    def _give_up(self) -> None:
+        """Nobody (else) can take it: what happened last is the answer."""
+        failure = self._failure
+        if failure is None:
+            self._answer_error(describe_outage(self.pool))
+        elif failure.answer is not None:
+            self._write_held(failure.answer)
+            self._enter(Phase.DONE)
+            self._finish(EndedBy.UPSTREAM)
+        else:
+            self._answer_error(failure.error)
+
+    def on_client_gone(self) -> None:
+        self._s.admission.leave(self)
+        self._end_attempt(End.CANCELLED)
+        self._finish(EndedBy.CLIENT)
+
+    def on_shutdown(self) -> None:
+        """The drain time is over."""
+        self._s.admission.leave(self)
+        self._end_attempt(End.CANCELLED)
+        error = no_backend("The gateway is shutting down.")
+        if self._phase is Phase.STREAMING:
+            self._cut(error, EndedBy.GATEWAY)
+        else:
+            self._answer_error(error)
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    def _set_deadline(self, delay_s: float) -> None:
+        """One timer serves all phases. A deadline that moves on costs an attribute; the timer finds out when it fires."""
+        deadline = self._deadline = self._s.clock.now() + delay_s
+        if self._timer is None or self._timer_at > deadline:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._s.clock.call_later(delay_s, self._on_timer)
+            self._timer_at = deadline
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._deadline is None:
+            return
+        left = self._deadline - self._s.clock.now()
+        if left > 0:
+            self._timer = self._s.clock.call_later(left, self._on_timer)
+            self._timer_at = self._deadline
+            return
+        self._deadline = None
+        try:
+            self._on_deadline()
+        except Exception:
+            self.on_broken()
+
+    def _on_deadline(self) -> None:
+        """The phase took too long."""
+        phase = self._phase
+        if phase is Phase.QUEUED:
+            self._s.admission.leave(self)
+            self._answer_error(self._queue_timeout())
+        elif phase is Phase.CONNECTING:
+            assert self._attempt is not None
+            if self._attempt.connecting is not None:
+                self._attempt.connecting.cancel()
+            self.on_connect_failed("timed out")
+        elif phase is Phase.STREAMING:
+            who = EndedBy.CLIENT if self._client_slow else EndedBy.GATEWAY
+            self._end_attempt(End.CANCELLED if self._client_slow else End.FAILED)
+            self._cut(upstream_timeout("The answer stood still for too long."), who)
+        elif self._attempt is not None:
+            name = self._attempt.choice.backend.name
+            self._fail_attempt("first_byte_timeout", upstream_timeout(f"Backend {name} gave no first byte in time."))
+
+    def _queue_timeout(self) -> RouterError:
+        if self.pool.candidates:
+            return queue_full(retry_after_s=1)
+        return describe_outage(self.pool)
+
+    # -- the ends -----------------------------------------------------------------------------------------------------
+
+    def _answer_locally(self, answer: LocalAnswer) -> None:
+        extra = b"x-kvgate-error: 1\r\n" if answer.is_error else b""
+        self._write_own(answer.status, answer.body, answer.content_type, extra)
+        self._enter(Phase.DONE)
+        self._finish(EndedBy.GATEWAY)
+
+    def _answer_error(self, error: RouterError) -> None:
+        """An error of ours, whole. Only before the first byte of an answer."""
+        extra = b"x-kvgate-error: 1\r\n"
+        if error.retry_after_s is not None:
+            extra += b"retry-after: %d\r\n" % error.retry_after_s
+        if error.status == 405:
+            extra += b"allow: GET, HEAD, POST, PUT, DELETE, OPTIONS, PATCH\r\n"
+        self._write_own(error.status, error.body(), JSON_TYPE, extra)
+        self._finish(EndedBy.UPSTREAM if error.source is Source.UPSTREAM else EndedBy.GATEWAY)
+
+    def _write_own(self, status: int, body: bytes, content_type: bytes, extra: bytes) -> None:
+        head = self._head
+        self._status = status
+        data = render_own_answer(
+            status,
+            body,
+            content_type=content_type,
+            date=self._s.date.now(),
+            ours=b"x-request-id: %b\r\n%b" % (self._request_id, extra),
+            close=head is None or not head.keep_alive,
+            without_body=head is not None and head.method == b"HEAD",
+        )
+        self._bytes_out += len(data)
+        self._downstream.write(data)
+
+    def _cut(self, error: RouterError, ended_by: EndedBy) -> None:
+        """End an answer under way that cannot be ended properly, so that nobody takes half of it for the whole."""
+        framer, downstream = self._framer, self._downstream
+        if self._client_slow:
+            downstream.abort()
+        elif self._stream and (self._dechunker is not None or framer is None or framer.until_close):
+            downstream.write(b"\n\n" + error.sse_event())
+            downstream.close()
+        elif self._stream and framer is not None and framer.at_boundary():
+            event = b"\n\n" + error.sse_event()
+            downstream.write(b"%x\r\n%b\r\n" % (len(event), event))
+            downstream.close()  # no last chunk
+        elif framer is None or framer.until_close or self._dechunker is not None:
+            downstream.abort()  # only a reset tells that it was not the end
+        else:
+            downstream.close()  # fewer bytes than were promised
+        self._finish(ended_by)
+
+    def on_broken(self) -> None:
+        """A fault of ours, to be called in its except clause: this exchange dies, loudly, and takes nothing with it."""
+        logger.exception("exchange %s broke in phase %s", self._request_id.decode("ascii", "replace"), self._phase)
+        self._s.metrics.broken_exchanges += 1
+        self._s.admission.leave(self)
+        self._end_attempt(End.FAILED)
+        if self._phase is Phase.STREAMING:
+            self._downstream.abort()
+            self._finish(EndedBy.GATEWAY)
+        elif self._phase is not Phase.DONE:
+            self._answer_error(RouterError(500, "internal_error", "The gateway failed."))
+
+    def _end_attempt(
+        self,
+        end: End,
+        *,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        completion_tokens: int | None = None,
+    ) -> None:
+        """The one end of an attempt: its connection, its place, its load, its strategy. Nothing happens without one."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        s = self._s
+        if self._cancel_check is not None:
+            self._cancel_check()
+            self._cancel_check = None
+        if attempt.connecting is not None:
+            attempt.connecting.cancel()
+        if attempt.upstream is not None:
+            attempt.upstream.discard()
+            attempt.upstream = None
+        attempt.guard.release()
+        s.strategy.observe(
+            attempt.choice,
+            Outcome(end, s.clock.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
+        )
+        s.admission.released()
+
+    def _finish(self, ended_by: EndedBy) -> None:
+        """The one end of an exchange: its counts, its line, and its connection's next request. Once."""
+        s = self._s
+        if self not in s.exchanges:
+            return
+        s.exchanges.discard(self)
+        phase = self._phase
+        if phase is not Phase.DONE:
+            self._enter(Phase.DONE)
+        self._deadline = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        total_s = s.clock.now() - self._started_at
+        code = self._status or 499
+        served_by = self._served_by
+        backend = served_by.backend.name if served_by is not None else ""
+        s.metrics.requests[self.pool.model, backend, code] += 1
+        s.metrics.ended[ended_by, phase] += 1
+        if self._first_byte_at is not None:
+            s.metrics.e2e.observe(total_s)
+        head = self._head
+        if s.access_log is not None:
+            s.access_log.write(
+                {
+                    "client": self._downstream.peer.decode("ascii", "replace"),
+                    "method": head.method.decode("ascii") if head is not None else None,
+                    "path": head.path[:256].decode("ascii", "replace") if head is not None else None,
+                    "status": code,
+                    "ended": f"{ended_by}@{phase}",
+                    "model": self.pool.model or None,
+                    "backend": backend or None,
+                    "reason": str(served_by.reason) if served_by is not None else None,
+                    "matched": served_by.matched_tokens if served_by is not None else None,
+                    "load": self._load,
+                    "attempts": self._attempts,
+                    "queue_s": self._queued_s,
+                    "ttft_s": self._first_byte_at - self._started_at if self._first_byte_at is not None else None,
+                    "total_s": total_s,
+                    "bytes": self._bytes_out,
+                    "id": self._request_id[:128].decode("ascii", "replace"),
+                }
+            )
+        self._downstream.exchange_done(head is not None and head.keep_alive)
+
+    def _enter(self, phase: Phase) -> None:
+        """The only writer of the phase."""
+        if phase not in MOVES[self._phase]:
+            raise AssertionError(f"no move from {self._phase} to {phase}")
+        self._phase = phase

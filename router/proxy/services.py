@@ -1,0 +1,105 @@
+"""What every exchange uses and none of them owns. Built once, in app.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Protocol
+
+from router.backends.backend import Backend
+from router.backends.registry import Registry
+from router.clock import Clock
+from router.metrics import Metrics
+from router.net.exchange_api import Connector
+from router.net.upstream_pool import UpstreamPool
+from router.proxy.admission import Admission
+from router.proxy.retry import RetryBudget
+from router.strategies.strategy import Need, Strategy
+
+if TYPE_CHECKING:
+    from router.proxy.exchange import Exchange
+
+
+class PassiveHealth(Protocol):
+    """What exchanges tell of a backend's behaviour."""
+
+    def connect_failed(self, backend: Backend) -> None: ...
+
+    def answered(self, backend: Backend) -> None: ...
+
+
+class AccessSink(Protocol):
+    def write(self, fields: dict[str, object]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """The part of the configuration that the request path reads."""
+
+    strategy_name: str
+    block_bytes: int
+    session_headers: tuple[bytes, ...]  # lower case
+    session_fields: tuple[str, ...]
+    session_cookie: bytes
+    connect_s: float
+    first_byte_s: float
+    idle_s: float
+    queue_timeout_s: float
+    retry_attempts: int
+    max_in_flight_per_backend: int
+    metrics_on_data_port: bool
+
+
+class HttpDate:
+    """The Date header's value, made once a second."""
+
+    __slots__ = ("_second", "_value")
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._value = b""
+
+    def now(self) -> bytes:
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            self._value = formatdate(second, usegmt=True).encode()
+        return self._value
+
+
+@dataclass(slots=True)
+class Services:
+    clock: Clock
+    settings: ExchangeSettings
+    registry: Registry
+    strategy: Strategy
+    admission: Admission
+    budget: RetryBudget
+    pool: UpstreamPool
+    connector: Connector
+    passive_health: PassiveHealth
+    check_engine: Callable[[Backend, Callable[[bool], None]], Callable[[], None]]  # ask it now; returns what cancels
+    metrics: Metrics
+    access_log: AccessSink | None
+    render_metrics: Callable[[], bytes]
+    version_body: bytes
+    date: HttpDate = field(default_factory=HttpDate)
+    exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
+    draining: bool = False
+    _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
+    _id_count: int = 0
+
+    @property
+    def need_prefix(self) -> bool:
+        return Need.PREFIX_BLOCKS in self.strategy.needs
+
+    @property
+    def need_session(self) -> bool:
+        return Need.SESSION_KEY in self.strategy.needs
+
+    def next_request_id(self) -> bytes:
+        self._id_count += 1
+        return f"{self._id_prefix}{self._id_count:08x}".encode()
