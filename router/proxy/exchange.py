@@ -311,16 +311,12 @@ class Exchange:
             if verdict is First.DATA or (verdict is First.ERROR and not self._repeatable(sent=True)):
                 self._commit()
             elif verdict is First.ERROR:
-                backend = attempt.choice.backend
-                self._fail_attempt(
-                    "error_event", upstream_error(f"Backend {backend.name} failed before its first token.")
-                )
-        elif (
-            attempt.upstream is not None
-            and attempt.upstream.framer is not None
-            and attempt.upstream.framer.payload_bytes
-        ):
-            self._commit()
+                name = attempt.choice.backend.name
+                self._fail_attempt("error_event", upstream_error(f"Backend {name} failed before its first token."))
+        else:
+            framer = attempt.upstream.framer if attempt.upstream is not None else None
+            if framer is not None and framer.payload_bytes:
+                self._commit()
 
     def on_response_end(self) -> None:
         attempt = self._attempt
@@ -574,7 +570,7 @@ class Exchange:
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
     def _set_deadline(self, delay_s: float) -> None:
-        """One timer serves all phases. A deadline that moves on costs an attribute; the timer finds out when it fires."""
+        """One timer serves all phases. A deadline that moves on costs an attribute: the timer looks when it fires."""
         deadline = self._deadline = self._s.clock.now() + delay_s
         if self._timer is None or self._timer_at > deadline:
             if self._timer is not None:

@@ -19,7 +19,8 @@ NO_USAGE = Usage(None, None, None)
 
 
 def read_usage(raw: bytes | None) -> Usage:
-    """From the JSON of one usage object: chat and completions (`prompt_tokens`), responses and messages (`input_tokens`).
+    """From the JSON of one usage object: of chat and completions (`prompt_tokens`), responses and messages
+    (`input_tokens`).
 
     Anything else than plausible counts reads as None.
     """
