@@ -1,0 +1,117 @@
+"""Arguments -> configuration -> what was asked. No logic, and no second copy of the options: config.py knows them.
+
+Exit codes: 0 ended as asked, 1 failed, 2 wrong arguments or configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from router import build_info, config
+
+# Imported only when asked for: a gateway has no use for a simulator.
+LATE_COMMANDS: Final = {
+    "sim": ("router.sim.cli", "one simulated vLLM engine"),
+    "demo": ("router.sim.demo", "four simulated engines behind a gateway, each strategy in turn, then a table"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; wrong arguments leave through argparse's SystemExit(2)."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvgate", description="Request router for vLLM engines that knows their KV caches."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="the gateway; flags win over the file")
+    serve.add_argument("-c", "--config", metavar="FILE", help="configuration (TOML), see config.example.toml")
+    serve.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine, http://host:port; repeat for more. In place of the file's [[backends]]",
+    )
+    serve.add_argument("--strategy", metavar="S", help=", ".join(config.STRATEGIES))
+    serve.add_argument("--host", metavar="H", help="address of the data port")
+    serve.add_argument("--port", metavar="P", type=int, help="data port; 0: any free one, printed at start")
+    serve.add_argument("--workers", metavar="N", type=int, help="processes that share the port")
+    serve.set_defaults(run=_serve, usage_error=serve.error)
+
+    check = commands.add_parser("check", help="is the configuration right, are the engines ready")
+    check.add_argument("-c", "--config", metavar="FILE", required=True)
+    check.add_argument(
+        "--probe", action="store_true", help="ask each backend too, and name every precondition that is not met"
+    )
+    check.set_defaults(run=_check)
+
+    for name, (module_name, summary) in LATE_COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if list(argv[:1]) == [name]:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+
+    version = commands.add_parser("version", help="version, native build, Python")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.config is None and not arguments.backend:
+        arguments.usage_error("one of -c FILE and --backend URL is needed")
+    loaded = config.Config() if arguments.config is None else config.load(arguments.config)
+    settings = config.with_flags(
+        loaded,
+        backends=arguments.backend,
+        strategy=arguments.strategy,
+        host=arguments.host,
+        port=arguments.port,
+        workers=arguments.workers,
+    )
+    from router import app
+
+    return app.run(settings)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    settings = config.load(arguments.config)
+    findings = 0
+    if arguments.probe:
+        from router.backends.probe import probe
+
+        for result in asyncio.run(probe(settings.backends)):
+            print(result)
+            for finding in result.findings:
+                print(finding, file=sys.stderr)
+            findings += len(result.findings)
+    if not findings:
+        print("ok")
+    return 1 if findings else 0
+
+
+def _version(_: argparse.Namespace) -> int:
+    for line in build_info.lines():
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
