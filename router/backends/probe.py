@@ -7,7 +7,7 @@ one of them sends never keeps the others from being asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,9 +16,10 @@ import orjson
 
 from router.backends import vllm_metrics
 from router.backends.backend import EngineReport
+from router.backends.models import BadModels, read_models
 from router.config import BackendConfig
 
-ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
+ANSWER_LIMIT_BYTES: Final = vllm_metrics.BODY_LIMIT_BYTES
 AT_ONCE: Final = 32  # engines asked at the same time
 
 _KV_EVENTS_CURE: Final = (
@@ -126,11 +127,21 @@ class _Engine:
                 "name a variable that holds the engine's --api-key in api_key_env",
             )
             return
-        self._result.models = tuple(_model_names(body)) if status == 200 else ()
-        if not self._result.models:
-            self._found(f"no models in /v1/models (status {status})", "is it an OpenAI-compatible engine (vllm serve)?")
+        if status != 200:
+            self._found(f"/v1/models answers {status}", "is it an OpenAI-compatible engine (vllm serve)?")
+            return
+        try:
+            entries = read_models(body)
+        except BadModels as error:
+            self._found(f"/v1/models is not as vLLM answers it: {error}", "is it an OpenAI-compatible engine?")
+            return
+        # Base models before their adapters: any of the former can be asked for a token.
+        entries.sort(key=lambda entry: entry.get("parent") is not None)
+        self._result.models = tuple(_printable(entry["id"]) for entry in entries)
+        if not entries:
+            self._found("serves no model", "see the engine's log")
         missing = [name for name in self._backend.models or () if name not in self._result.models]
-        if missing and self._result.models:
+        if missing and entries:
             self._found(
                 f"model missing: {', '.join(missing)} (it serves {', '.join(self._result.models[:8])})",
                 "start it with --served-model-name, or correct `models`",
@@ -225,17 +236,9 @@ def _loaded(body: bytes) -> Any:
         return None
 
 
-def _model_names(body: bytes) -> Iterator[str]:
-    """The ids of /v1/models, base models before their adapters, as any of the former can be asked for tokens."""
-    answer = _loaded(body)
-    entries = answer.get("data") if isinstance(answer, dict) else None
-    named = [
-        entry
-        for entry in (entries if isinstance(entries, list) else [])[:4096]
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry["id"].isprintable()
-    ]
-    for entry in sorted(named, key=lambda entry: entry.get("parent") is not None):
-        yield entry["id"][:512]
+def _printable(name: str) -> str:
+    """For a terminal: an engine's word, without control characters."""
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def _publishes(body: bytes) -> bool:
