@@ -19,22 +19,33 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class EngineReport:
-    """What the engine last said in /metrics, summed over its `engine` labels. Counters are totals, in tokens."""
+    """What the engine last said in /metrics, summed over its `engine` labels. Counters are totals, in tokens.
+
+    None: the engine does not export it (another version, another server). Only a report that was never taken
+    (`at` is -inf) has zeros that nobody measured.
+    """
 
     at: float = float("-inf")  # clock.now() of the answer
-    running: float = 0.0
-    waiting: float = 0.0
-    kv_usage: float = 0.0  # 0 to 1, blocks in use; 0 when idle, even with a full prefix cache
+    running: float | None = 0.0
+    waiting: float | None = 0.0
+    kv_usage: float | None = 0.0  # 0 to 1, blocks in use; 0 when idle, even with a full prefix cache
     prefix_queries: float | None = None  # None: the engine does not export it
     prefix_hits: float | None = None
     prefill_seconds_sum: float | None = None  # vllm:request_prefill_time_seconds
     prefill_count: float | None = None
     block_size_tokens: int | None = None
-    num_gpu_blocks: int | None = None
+    num_gpu_blocks: int | None = None  # of all ranks together
     prefix_caching: bool | None = None
+    kv_cache_tokens: int | None = None  # the engine's own figure, of all ranks together
+    prompt_tokens: float | None = None  # prompt tokens served, cached ones included
+    started_at: float | None = None  # the process's start, Unix seconds by the engine's own clock
 
     @property
     def kv_capacity_tokens(self) -> int | None:
+        """Tokens that the KV cache holds. The engine's own figure where it tells one: blocks x block size is wrong
+        for hybrid models, whose layers share a block."""
+        if self.kv_cache_tokens is not None:
+            return self.kv_cache_tokens
         if self.block_size_tokens is None or self.num_gpu_blocks is None:
             return None
         return self.block_size_tokens * self.num_gpu_blocks
@@ -61,7 +72,9 @@ class Backend:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> its /v1/models entry, every field kept
     in_flight: int = 0
     last_byte_at: float = float("-inf")  # clock.now() of the last response byte on any of its attempts
+    waiting_since: float = float("-inf")  # clock.now() of the last start of an attempt on it
     connect_failures: int = 0  # in a row
+    deleted: bool = False  # leaves the fleet when its last attempt ends
     report: EngineReport = field(default_factory=EngineReport)
 
     @property

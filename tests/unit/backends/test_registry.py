@@ -1,0 +1,509 @@
+"""The fleet's own bookkeeping: what may be chosen, what is known, who is told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+import pytest
+
+from router.backends.backend import Backend, State
+from router.backends.in_flight import InFlight
+from router.backends.registry import (
+    BACKENDS_LIMIT,
+    BackendAdded,
+    BackendRemoved,
+    DrainChanged,
+    FleetEvent,
+    ModelsChanged,
+    Registry,
+    StateChanged,
+    split_url,
+)
+from router.clock import VirtualClock
+
+
+def entry(model: str, *, root: str | None = None, parent: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 1, "root": root, "parent": parent, **fields}
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def registry(clock: VirtualClock) -> Registry:
+    return Registry(clock)
+
+
+def serving(registry: Registry, name: str, *models: str, **options: Any) -> Backend:
+    """A backend that is up and listed `models`."""
+    backend = registry.add(name, f"http://{name}:8000", **options)
+    registry.set_state(backend, State.UP, "")
+    registry.set_models(backend, [entry(model) for model in models])
+    return backend
+
+
+def pool_names(registry: Registry, model: str) -> list[str]:
+    pool = registry.pool(model)
+    assert pool is not None
+    return [backend.name for backend in pool.candidates]
+
+
+# --- pools
+
+
+def test_a_pool_holds_the_backends_that_serve_and_list_the_model(registry: Registry) -> None:
+    serving(registry, "a", "m")
+    b = serving(registry, "b", "m", "other")
+    assert pool_names(registry, "m") == ["a", "b"]
+    assert pool_names(registry, "other") == ["b"]
+    registry.set_state(b, State.DOWN, "3 health checks failed")
+    assert pool_names(registry, "m") == ["a"]
+    pool = registry.pool("other")
+    assert pool is not None
+    assert pool.candidates == ()
+    assert pool.members == (b,)
+
+
+def test_a_held_pool_follows_every_change(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    pool = registry.pool("m")
+    assert pool is not None
+    registry.drain("a")
+    assert pool.candidates == ()
+    registry.undrain("a")
+    b = serving(registry, "b", "m")
+    assert pool.candidates == (a, b)
+    registry.set_models(b, [entry("n")])
+    assert pool.candidates == (a,)
+    assert registry.pool("m") is pool
+    registry.remove("a")
+    assert pool.candidates == ()
+    assert pool.members == ()
+    assert registry.pool("m") is None
+
+
+def test_candidates_are_the_same_tuple_until_the_fleet_changes(registry: Registry) -> None:
+    serving(registry, "a", "m")
+    pool = registry.pool("m")
+    assert pool is not None
+    assert pool.candidates is pool.candidates
+
+
+def test_a_backend_on_trial_is_a_candidate_that_needs_the_filter(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    pool = registry.pool("m")
+    assert pool is not None
+    assert not pool.needs_filter
+    registry.set_state(a, State.TRIAL, "half-open")
+    assert pool.needs_filter
+    assert pool.candidates == (a,)
+    registry.drain("a")
+    assert not pool.needs_filter
+
+
+def test_starting_and_ejected_backends_are_no_candidates(registry: Registry) -> None:
+    a = registry.add("a", "http://a", models=["m"])
+    assert pool_names(registry, "m") == []
+    registry.set_state(a, State.UP, "")
+    assert pool_names(registry, "m") == ["a"]
+    registry.set_state(a, State.EJECTED, "silent")
+    assert pool_names(registry, "m") == []
+
+
+def test_an_adapter_has_its_own_pool(registry: Registry) -> None:
+    a = serving(registry, "a")
+    registry.set_models(a, [entry("base"), entry("lora", parent="base")])
+    serving(registry, "b", "base")
+    assert pool_names(registry, "lora") == ["a"]
+    assert pool_names(registry, "base") == ["a", "b"]
+
+
+def test_the_pool_of_all_backends_has_those_without_models_too(registry: Registry) -> None:
+    serving(registry, "a", "m")
+    b = registry.add("b", "http://b")
+    registry.set_state(b, State.UP, "")
+    assert [backend.name for backend in registry.any_pool().candidates] == ["a", "b"]
+    assert registry.any_pool() is registry.any_pool()
+
+
+# --- a body without a model
+
+
+def default_names(registry: Registry) -> list[str] | None:
+    pool = registry.default_pool()
+    return None if pool is None else [backend.name for backend in pool.candidates]
+
+
+def test_one_base_model_with_adapters_is_the_default(registry: Registry) -> None:
+    a = serving(registry, "a")
+    registry.set_models(
+        a, [entry("base", root="/w"), entry("l1", root="/l1", parent="base"), entry("l2", parent="base")]
+    )
+    serving(registry, "b", "base")
+    assert default_names(registry) == ["a", "b"]
+
+
+def test_further_names_of_one_root_are_one_model(registry: Registry) -> None:
+    a = serving(registry, "a")
+    registry.set_models(a, [entry("x", root="/w"), entry("y", root="/w")])
+    b = serving(registry, "b")
+    registry.set_models(b, [entry("y", root="/elsewhere")])
+    c = serving(registry, "c")
+    registry.set_models(c, [entry("z", root="/elsewhere")])
+    assert default_names(registry) == ["a", "b", "c"]
+    assert registry.default_pool() is registry.default_pool()
+
+
+def test_models_linked_only_by_a_later_entry_are_one_model(registry: Registry) -> None:
+    serving(registry, "a", "x")
+    serving(registry, "b", "y")
+    assert default_names(registry) is None
+    c = serving(registry, "c")
+    registry.set_models(c, [entry("x", root="/w"), entry("y", root="/w")])
+    assert default_names(registry) == ["a", "b", "c"]
+
+
+def test_two_base_models_give_no_default(registry: Registry) -> None:
+    serving(registry, "a", "m")
+    serving(registry, "b", "n")
+    assert default_names(registry) is None
+    registry.remove("b")
+    assert default_names(registry) == ["a"]
+
+
+def test_an_empty_fleet_has_no_default(registry: Registry) -> None:
+    assert registry.default_pool() is None
+    registry.add("a", "http://a")
+    assert registry.default_pool() is None
+
+
+def test_the_default_stays_while_its_backend_is_down(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    registry.set_state(a, State.DOWN, "dead")
+    assert default_names(registry) == []
+
+
+def test_a_default_pool_follows_a_model_that_went_and_came_back(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    assert default_names(registry) == ["a"]
+    registry.set_models(a, [])
+    assert default_names(registry) is None
+    registry.set_models(a, [entry("m")])
+    assert default_names(registry) == ["a"]
+    assert registry.default_pool() is registry.pool("m")
+
+
+# --- what is known
+
+
+def test_a_model_of_a_backend_that_is_down_stays_known(registry: Registry) -> None:
+    a = serving(registry, "a", "zebra", "ant")
+    registry.set_state(a, State.DOWN, "dead")
+    assert registry.known_models() == ["ant", "zebra"]
+    registry.set_models(a, [entry("ant")])
+    assert registry.known_models() == ["ant"]
+    registry.remove("a")
+    assert registry.known_models() == []
+
+
+def test_models_are_unknown_until_each_backend_told_them(registry: Registry) -> None:
+    assert not registry.models_unknown
+    a = registry.add("a", "http://a")
+    registry.add("b", "http://b", models=["m"])
+    assert registry.models_unknown
+    registry.set_models(a, [])
+    assert not registry.models_unknown
+
+
+def test_a_backend_that_never_told_and_is_being_removed_hides_no_model(registry: Registry) -> None:
+    a = registry.add("a", "http://a")
+    guard = InFlight(a)
+    registry.remove("a")
+    assert not registry.models_unknown
+    guard.release()
+
+
+# --- the listing
+
+
+def listed(registry: Registry) -> list[dict[str, Any]]:
+    answer = orjson.loads(registry.listing())
+    assert answer["object"] == "list"
+    data = answer["data"]
+    assert isinstance(data, list)
+    return data
+
+
+def test_the_listing_is_the_union_and_the_first_engine_wins(registry: Registry) -> None:
+    a = serving(registry, "a")
+    registry.set_models(a, [entry("m", max_model_len=1024, permission=[{"id": "p"}])])
+    b = serving(registry, "b")
+    registry.set_models(b, [entry("m", max_model_len=2048), entry("n", extra={"deep": [1, None]})])
+    assert listed(registry) == [
+        entry("m", max_model_len=1024, permission=[{"id": "p"}]),
+        entry("n", extra={"deep": [1, None]}),
+    ]
+
+
+def test_the_listing_survives_a_dead_and_a_silent_backend(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    registry.set_state(a, State.DOWN, "dead")
+    registry.add("b", "http://b")
+    assert [e["id"] for e in listed(registry)] == ["m"]
+
+
+def test_the_listing_is_rendered_once_per_version(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    first = registry.listing()
+    assert registry.listing() is first
+    registry.set_models(a, [entry("m"), entry("n")])
+    assert registry.listing() is not first
+
+
+def test_configured_models_are_known_at_once_and_filled_in_later(registry: Registry) -> None:
+    a = registry.add("a", "http://a", models=["m", "ghost"])
+    assert registry.known_models() == ["ghost", "m"]
+    assert [e["owned_by"] for e in listed(registry)] == ["kvgate", "kvgate"]
+    registry.set_models(a, [entry("m", owned_by="vllm", max_model_len=7), entry("not-configured")])
+    assert registry.known_models() == ["ghost", "m"]
+    assert listed(registry)[0]["max_model_len"] == 7
+
+
+def test_an_engines_entry_wins_over_a_configured_name(registry: Registry) -> None:
+    registry.add("a", "http://a", models=["m"])
+    b = serving(registry, "b")
+    registry.set_models(b, [entry("m", owned_by="vllm")])
+    assert [e["owned_by"] for e in listed(registry)] == ["vllm"]
+
+
+def test_fields_that_an_engine_makes_anew_each_time_are_no_change(registry: Registry) -> None:
+    a = serving(registry, "a")
+    assert registry.set_models(a, [entry("m", permission=[{"id": "modelperm-1"}])])
+    version = registry.version
+    again = entry("m", permission=[{"id": "modelperm-2"}])
+    again["created"] = 2
+    assert not registry.set_models(a, [again])
+    assert registry.version == version
+    assert registry.set_models(a, [entry("m", max_model_len=1)])
+    assert registry.version == version + 1
+
+
+def test_an_empty_answer_counts_as_told_once(registry: Registry) -> None:
+    a = registry.add("a", "http://a")
+    assert registry.set_models(a, [])
+    assert not registry.set_models(a, [])
+
+
+# --- adding and removing
+
+
+def test_a_name_defaults_to_host_and_port(registry: Registry) -> None:
+    assert registry.add("", "http://h:81").name == "h:81"
+    v6 = registry.add("", "https://[::1]/")
+    assert (v6.name, v6.host, v6.port, v6.url) == ("[::1]:443", "::1", 443, "https://[::1]:443")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "h:80",
+        "ftp://h",
+        "http://",
+        "http://h:x",
+        "http://h:70000",
+        "http://h:0",
+        "http://h/v1",
+        "http://h?q",
+        "http://[::1",
+    ],
+)
+def test_a_bad_url_is_refused(registry: Registry, url: str) -> None:
+    with pytest.raises(ValueError, match="url"):
+        registry.add("a", url)
+    assert registry.backends == ()
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError) as caught:
+        split_url("http://user:secret@h:1")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bad_weight_is_refused(registry: Registry, weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        registry.add("a", "http://a", weight)
+
+
+def test_two_with_one_name_never_live_at_once(registry: Registry) -> None:
+    a = registry.add("a", "http://a")
+    with pytest.raises(ValueError, match="exists"):
+        registry.add("a", "http://other")
+    guard = InFlight(a)
+    registry.remove("a")
+    with pytest.raises(ValueError, match="exists"):
+        registry.add("a", "http://other")
+    guard.release()
+    registry.reap()
+    assert registry.add("a", "http://other") is not a
+
+
+def test_the_fleet_has_a_limit(registry: Registry) -> None:
+    for number in range(BACKENDS_LIMIT):
+        registry.add(f"b{number}", "http://h")
+    with pytest.raises(ValueError, match="limit"):
+        registry.add("one more", "http://h")
+    registry.remove("b0")
+    registry.add("one more", "http://h")
+
+
+def test_an_idle_backend_leaves_at_once(registry: Registry, clock: VirtualClock) -> None:
+    a = serving(registry, "a", "m")
+    registry.remove("a")
+    assert registry.backends == ()
+    assert registry.get("a") is None
+    assert a not in registry
+    assert clock.pending == 0
+
+
+def test_a_busy_backend_leaves_when_its_last_attempt_ended(registry: Registry, clock: VirtualClock) -> None:
+    a = serving(registry, "a", "m")
+    guards = [InFlight(a), InFlight(a)]
+    registry.remove("a")
+    registry.remove("a")
+    assert registry.pool("m") is None
+    clock.advance(10)
+    assert registry.backends == (a,)
+    guards[0].release()
+    clock.advance(10)
+    assert registry.backends == (a,)
+    guards[1].release()
+    clock.advance(1)
+    assert registry.backends == ()
+    assert clock.pending == 0
+
+
+def test_a_removed_backend_is_never_revived(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    guard = InFlight(a)
+    registry.remove("a")
+    with pytest.raises(ValueError, match="being removed"):
+        registry.undrain("a")
+    registry.drain("a")
+    registry.set_models(a, [entry("m"), entry("n")])
+    assert registry.known_models() == []
+    guard.release()
+    registry.reap()
+    version = registry.version
+    assert not registry.set_state(a, State.DOWN, "late")
+    assert not registry.set_models(a, [entry("m")])
+    assert registry.version == version
+    assert registry.known_models() == []
+
+
+@pytest.mark.parametrize("operation", ["remove", "drain", "undrain"])
+def test_an_unknown_name_is_a_key_error(registry: Registry, operation: str) -> None:
+    with pytest.raises(KeyError):
+        getattr(registry, operation)("nobody")
+
+
+def test_why_is_empty_while_up(registry: Registry) -> None:
+    a = registry.add("a", "http://a")
+    assert a.why
+    registry.set_state(a, State.UP, "ignored")
+    assert a.why == ""
+    registry.set_state(a, State.DOWN, "refused")
+    assert not registry.set_state(a, State.DOWN, "timed out")
+    assert a.why == "timed out"
+
+
+# --- telling
+
+
+def test_each_change_is_told_once_and_raises_the_version(registry: Registry) -> None:
+    events: list[FleetEvent] = []
+    registry.subscribe(events.append)
+    versions = [registry.version]
+
+    def step() -> None:
+        versions.append(registry.version)
+
+    a = registry.add("a", "http://a")
+    step()
+    registry.set_state(a, State.UP, "")
+    registry.set_state(a, State.UP, "")
+    step()
+    registry.set_models(a, [entry("m")])
+    step()
+    registry.set_models(a, [entry("n")])
+    step()
+    registry.drain("a")
+    registry.drain("a")
+    step()
+    registry.remove("a")
+    step()
+    assert events == [
+        BackendAdded(a),
+        StateChanged(a, State.STARTING, State.UP),
+        ModelsChanged(a, frozenset({"m"}), frozenset()),
+        ModelsChanged(a, frozenset({"n"}), frozenset({"m"})),
+        DrainChanged(a),
+        DrainChanged(a),
+        BackendRemoved(a),
+    ]
+    assert versions == sorted(set(versions))
+
+
+def test_a_subscriber_that_raises_keeps_nobody_from_knowing(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[FleetEvent] = []
+
+    def broken(event: FleetEvent) -> None:
+        raise RuntimeError("bug")
+
+    registry.subscribe(broken)
+    registry.subscribe(events.append)
+    with caplog.at_level(logging.ERROR):
+        a = registry.add("a", "http://a")
+    assert events == [BackendAdded(a)]
+    assert "BackendAdded of a" in caplog.text
+    assert registry.backends == (a,)
+
+
+def test_changes_made_by_a_subscriber_are_told_in_order_to_all(registry: Registry) -> None:
+    first: list[str] = []
+    second: list[str] = []
+
+    def reacting(event: FleetEvent) -> None:
+        first.append(type(event).__name__)
+        if isinstance(event, BackendAdded):
+            registry.set_state(event.backend, State.UP, "")
+
+    registry.subscribe(reacting)
+    registry.subscribe(lambda event: second.append(type(event).__name__))
+    registry.add("a", "http://a")
+    assert first == second == ["BackendAdded", "StateChanged"]
+
+
+def test_an_ended_subscription_hears_no_more(registry: Registry) -> None:
+    events: list[FleetEvent] = []
+    unsubscribe = registry.subscribe(events.append)
+    unsubscribe()
+    unsubscribe()
+    registry.add("a", "http://a")
+    assert events == []
+
+
+def test_close_leaves_no_timer(registry: Registry, clock: VirtualClock) -> None:
+    a = registry.add("a", "http://a")
+    guard = InFlight(a)
+    registry.remove("a")
+    assert clock.pending == 1
+    registry.close()
+    assert clock.pending == 0
+    guard.release()
