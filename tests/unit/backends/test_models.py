@@ -1,0 +1,94 @@
+"""Answers to /v1/models: what is taken, and that each rule refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.backends.models import BODY_LIMIT_BYTES, ENTRIES_LIMIT, NAME_LIMIT_CHARS, BadModels, read_models
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "vllm"
+
+
+def body(*entries: Any) -> bytes:
+    return orjson.dumps({"object": "list", "data": entries})
+
+
+def test_a_recorded_answer_keeps_every_field() -> None:
+    recorded = (FIXTURES / "http" / "models.resp.http").read_bytes().partition(b"\r\n\r\n")[2]
+    assert read_models(recorded) == orjson.loads(recorded)["data"]
+
+
+def test_no_models_are_an_answer() -> None:
+    assert read_models(body()) == []
+
+
+def test_the_first_of_two_with_one_id_counts() -> None:
+    assert read_models(body({"id": "m", "n": 1}, {"id": "m", "n": 2})) == [{"id": "m", "n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "not JSON"),
+        (b"<html>", "not JSON"),
+        (b'{"data": [', "not JSON"),
+        (b'{"data": [{"id": "\xff"}]}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "no list"),
+        (b"null", "no list"),
+        (b'{"error": "Unauthorized"}', "no list"),
+        (b'{"data": {"id": "m"}}', "no list"),
+        (body("m"), "without a string"),
+        (body({"name": "m"}), "without a string"),
+        (body({"id": 1}), "without a string"),
+        (body({"id": ""}), "without a string"),
+        (body({"id": "m"}, None), "without a string"),
+    ],
+)
+def test_what_is_no_list_of_models_is_refused(answer: bytes, why: str) -> None:
+    with pytest.raises(BadModels, match=why):
+        read_models(answer)
+
+
+def test_names_up_to_the_limit() -> None:
+    assert len(read_models(body({"id": "é" * NAME_LIMIT_CHARS}))) == 1
+    with pytest.raises(BadModels, match="characters"):
+        read_models(body({"id": "é" * (NAME_LIMIT_CHARS + 1)}))
+
+
+def test_entries_up_to_the_limit() -> None:
+    entries = [{"id": f"m{number}"} for number in range(ENTRIES_LIMIT)]
+    assert len(read_models(body(*entries))) == ENTRIES_LIMIT
+    with pytest.raises(BadModels, match="entries"):
+        read_models(body(*entries, {"id": "one more"}))
+
+
+def test_bodies_up_to_the_limit() -> None:
+    answer = body({"id": "m"})
+    assert len(read_models(answer + b" " * (BODY_LIMIT_BYTES - len(answer)))) == 1
+    with pytest.raises(BadModels, match="bytes"):
+        read_models(answer + b" " * (BODY_LIMIT_BYTES - len(answer) + 1))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["id", "data", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+def test_any_json_is_taken_or_refused(value: Any) -> None:
+    try:
+        entries = read_models(orjson.dumps({"data": value}))
+    except BadModels:
+        return
+    assert all(isinstance(entry["id"], str) and entry["id"] for entry in entries)
