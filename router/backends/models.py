@@ -39,4 +39,8 @@ def read_models(body: bytes) -> list[dict[str, Any]]:
         if len(name) > NAME_LIMIT_CHARS:
             raise BadModels(f"an `id` of more than {NAME_LIMIT_CHARS} characters")
         entries.setdefault(name, entry)
+    try:
+        orjson.dumps(data)  # it reads deeper nesting than it writes, and these go into our own listing
+    except orjson.JSONEncodeError:
+        raise BadModels("nested too deeply") from None
     return list(entries.values())

@@ -49,6 +49,7 @@ def test_the_first_of_two_with_one_id_counts() -> None:
         (body({"id": 1}), "without a string"),
         (body({"id": ""}), "without a string"),
         (body({"id": "m"}, None), "without a string"),
+        (b'{"data": [{"id": "m", "x": ' + b"[" * 400 + b"]" * 400 + b"}]}", "deeply"),
     ],
 )
 def test_what_is_no_list_of_models_is_refused(answer: bytes, why: str) -> None:

@@ -1,0 +1,428 @@
+"""Passive health on a virtual clock: out by failures and by silence, back by a trial, never out altogether."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.backends.backend import Backend, State
+from router.backends.ejection import CONNECTIONS_FAIL, SILENT, Ejector
+from router.backends.in_flight import InFlight
+from router.backends.registry import FleetEvent, Registry, StateChanged
+from router.clock import VirtualClock
+
+
+@dataclass(frozen=True)
+class Settings:
+    connect_failures: int = 2
+    silence_s: float = 30.0
+    ejection_s: float = 5.0
+    ejection_max_s: float = 60.0
+
+
+class Fleet:
+    """A registry with an ejector, and attempts made as the proxy makes them."""
+
+    def __init__(self, *names: str, models: dict[str, list[str]] | None = None) -> None:
+        self.clock = VirtualClock()
+        self.registry = Registry(self.clock)
+        self.ejector = Ejector(self.registry, self.clock, Settings())
+        self.changes: list[tuple[str, State, str]] = []
+        self.registry.subscribe(self._note)
+        self.backends = [self.add(name, (models or {}).get(name, ["m"])) for name in names]
+
+    def _note(self, event: FleetEvent) -> None:
+        if isinstance(event, StateChanged):
+            self.changes.append((event.backend.name, event.after, event.backend.why))
+
+    def add(self, name: str, models: list[str]) -> Backend:
+        backend = self.registry.add(name, f"http://{name}", models=models)
+        self.registry.set_state(backend, State.UP, "")
+        return backend
+
+    def start(self, backend: Backend) -> InFlight:
+        guard = InFlight(backend)
+        self.ejector.started(backend)
+        return guard
+
+    def refuse(self, backend: Backend) -> None:
+        guard = self.start(backend)
+        self.ejector.connect_failed(backend)
+        guard.release()
+
+    def answer(self, backend: Backend) -> None:
+        guard = self.start(backend)
+        self.ejector.answered(backend)
+        guard.release()
+
+    def keep_answering(self, backend: Backend, seconds: int) -> None:
+        for _ in range(seconds):
+            self.clock.advance(1)
+            self.answer(backend)
+
+    def candidates(self, model: str = "m") -> list[str]:
+        pool = self.registry.pool(model)
+        assert pool is not None
+        return [backend.name for backend in pool.candidates]
+
+
+# --- connections that fail
+
+
+def test_failures_in_a_row_eject() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    assert a.state is State.UP
+    fleet.refuse(a)
+    assert a.state is State.EJECTED
+    assert a.why == CONNECTIONS_FAIL
+    assert fleet.candidates() == ["b"]
+
+
+def test_an_answer_between_failures_starts_the_count_anew() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    for _ in range(5):
+        fleet.refuse(a)
+        fleet.answer(a)
+    assert a.state is State.UP
+
+
+def test_an_ejection_ends_in_a_trial_that_an_answer_passes() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.clock.advance(4.9)
+    assert a.state is State.EJECTED
+    fleet.clock.advance(0.2)
+    assert a.state is State.TRIAL
+    pool = fleet.registry.pool("m")
+    assert pool is not None
+    assert pool.needs_filter
+    fleet.answer(a)
+    assert a.state is State.UP
+    assert a.why == ""
+
+
+def ejection_length(fleet: Fleet, backend: Backend) -> float:
+    """Seconds until its trial, to the half second."""
+    assert backend.state is State.EJECTED
+    start = fleet.clock.now()
+    while backend.state is State.EJECTED:
+        fleet.clock.advance(0.5)
+    assert backend.state is State.TRIAL
+    return fleet.clock.now() - start
+
+
+def test_each_failed_trial_doubles_the_ejection_up_to_the_most() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    lengths = []
+    for _ in range(6):
+        lengths.append(ejection_length(fleet, a))
+        fleet.refuse(a)
+    assert lengths == [5, 10, 20, 40, 60, 60]
+
+
+@pytest.mark.parametrize("calm_s", [50, 70])
+def test_only_a_calm_time_makes_the_next_ejection_short_again(calm_s: float) -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert ejection_length(fleet, a) == 5
+    fleet.answer(a)
+    fleet.clock.advance(calm_s)
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert ejection_length(fleet, a) == (10 if calm_s < 60 else 5)
+
+
+def test_a_trial_that_ends_without_a_byte_has_failed() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.clock.advance(5)
+    fleet.ejector.attempt_failed(a)
+    assert a.state is State.EJECTED
+    assert ejection_length(fleet, a) == 10
+
+
+def test_a_lost_attempt_says_nothing_of_a_backend_that_is_up() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    for _ in range(10):
+        fleet.ejector.attempt_failed(a)
+    assert a.state is State.UP
+
+
+def test_failures_of_attempts_begun_before_the_ejection_do_not_lengthen_it() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    for _ in range(50):
+        fleet.refuse(a)
+    assert ejection_length(fleet, a) == 5
+
+
+def test_an_answer_during_an_ejection_does_not_end_it() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.answer(a)
+    assert a.state is State.EJECTED
+
+
+def test_failures_never_set_a_starting_or_dead_backend_free() -> None:
+    fleet = Fleet("b")
+    a = fleet.registry.add("a", "http://a", models=["m"])
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert a.state is State.STARTING
+    fleet.registry.set_state(a, State.DOWN, "dead")
+    fleet.refuse(a)
+    fleet.answer(a)
+    assert a.state is State.DOWN
+
+
+# --- silence
+
+
+def test_a_silent_backend_is_ejected_while_another_answers() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.start(a)
+    fleet.keep_answering(b, 29)
+    assert a.state is State.UP
+    fleet.keep_answering(b, 3)
+    assert a.state is State.EJECTED
+    assert fleet.changes[-1] == ("a", State.EJECTED, SILENT)
+
+
+def test_steady_traffic_to_a_hung_backend_does_not_hide_its_silence() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    for _ in range(32):
+        fleet.start(a)
+        fleet.keep_answering(b, 1)
+    assert a.state is State.EJECTED
+
+
+def test_each_byte_starts_the_silence_anew() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.start(a)
+    for _ in range(5):
+        fleet.keep_answering(b, 25)
+        a.last_byte_at = fleet.clock.now()
+    assert a.state is State.UP
+
+
+def test_an_idle_backend_is_not_silent() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.keep_answering(b, 100)
+    assert a.state is State.UP
+    fleet.start(a)
+    fleet.keep_answering(b, 25)
+    assert a.state is State.UP
+
+
+def test_silence_of_all_ejects_nobody() -> None:
+    fleet = Fleet("a", "b")
+    for backend in fleet.backends:
+        fleet.start(backend)
+    fleet.clock.advance(300)
+    assert fleet.changes[2:] == []
+
+
+def test_an_answer_of_another_model_is_no_measure() -> None:
+    fleet = Fleet("a", "b", models={"a": ["m"], "b": ["n"]})
+    a, b = fleet.backends
+    fleet.start(a)
+    fleet.keep_answering(b, 100)
+    assert a.state is State.UP
+
+
+def test_a_draining_backend_that_falls_silent_is_ejected_too() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.start(a)
+    fleet.registry.drain("a")
+    fleet.keep_answering(b, 32)
+    assert a.state is State.EJECTED
+
+
+def test_a_trial_that_falls_silent_is_ejected_for_longer() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.keep_answering(b, 6)
+    assert a.state is State.TRIAL
+    guard = fleet.start(a)
+    fleet.keep_answering(b, 32)
+    assert a.state is State.EJECTED
+    guard.release()
+    fleet.keep_answering(b, 8)
+    assert a.state is State.EJECTED
+    fleet.keep_answering(b, 3)
+    assert a.state is State.TRIAL
+
+
+def test_attempts_of_a_silent_backend_can_be_repeated_by_a_subscriber() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    open_attempts = [fleet.start(a), fleet.start(a)]
+    repeated: list[str] = []
+
+    def repeat_elsewhere(event: FleetEvent) -> None:
+        if isinstance(event, StateChanged) and event.after is State.EJECTED and event.backend.why == SILENT:
+            for guard in open_attempts:
+                guard.release()
+                repeated.extend(fleet.candidates())
+
+    fleet.registry.subscribe(repeat_elsewhere)
+    fleet.keep_answering(b, 32)
+    assert repeated == ["b", "b"]
+    assert a.in_flight == 0
+
+
+# --- with the active checks
+
+
+def test_an_active_check_that_finds_it_dead_ends_the_ejection() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.registry.set_state(a, State.DOWN, "dead")
+    fleet.clock.advance(100)
+    assert a.state is State.DOWN
+    fleet.registry.set_state(a, State.UP, "")
+    fleet.refuse(a)
+    assert a.state is State.UP
+
+
+# --- never locked out
+
+
+def test_the_last_backend_goes_on_trial_instead_of_out() -> None:
+    fleet = Fleet("a")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert a.state is State.TRIAL
+    for _ in range(100):
+        fleet.refuse(a)
+        assert fleet.candidates() == ["a"]
+    fleet.answer(a)
+    assert a.state is State.UP
+
+
+def test_when_all_are_out_the_least_bad_go_on_trial() -> None:
+    fleet = Fleet("a", "b", "c")
+    a, b, c = fleet.backends
+    fleet.refuse(a)
+    fleet.refuse(a)
+    fleet.clock.advance(5)
+    fleet.refuse(a)  # twice in a row now
+    for backend in (b, c):
+        fleet.refuse(backend)
+        fleet.refuse(backend)
+    assert fleet.candidates() == ["b", "c"]
+    assert a.state is State.EJECTED
+
+
+def test_a_model_of_which_only_ejected_and_dead_backends_are_left_is_rescued() -> None:
+    fleet = Fleet("a", "b", "c", models={"a": ["m"], "b": ["m"], "c": ["other"]})
+    a, b, _ = fleet.backends
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert a.state is State.EJECTED
+    fleet.registry.set_state(b, State.DOWN, "dead")
+    assert a.state is State.TRIAL
+
+
+@pytest.mark.parametrize("operation", ["drain", "remove"])
+def test_taking_the_last_serving_backend_away_rescues_the_ejected_one(operation: str) -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    getattr(fleet.registry, operation)("b")
+    assert a.state is State.TRIAL
+
+
+def test_an_adapter_that_only_the_ejected_backend_has_keeps_it_on_trial() -> None:
+    fleet = Fleet("a", "b", models={"a": ["m", "lora"], "b": ["m"]})
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert a.state is State.TRIAL
+    assert fleet.candidates("lora") == ["a"]
+
+
+def test_a_draining_backend_is_not_rescued() -> None:
+    fleet = Fleet("a")
+    a = fleet.backends[0]
+    fleet.registry.drain("a")
+    fleet.refuse(a)
+    fleet.refuse(a)
+    assert a.state is State.EJECTED
+
+
+# --- nothing left behind
+
+
+def test_a_removed_backend_leaves_nothing() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.refuse(a)
+    fleet.refuse(a)
+    before = fleet.clock.pending
+    fleet.registry.remove("a")
+    assert fleet.clock.pending == before - 1
+    fleet.ejector.connect_failed(a)
+    fleet.clock.advance(100)
+    assert a.state is State.EJECTED
+
+
+def test_stop_leaves_no_timer() -> None:
+    fleet = Fleet("a", "b")
+    fleet.refuse(fleet.backends[0])
+    fleet.refuse(fleet.backends[0])
+    assert fleet.clock.pending == 2
+    fleet.ejector.stop()
+    assert fleet.clock.pending == 0
+
+
+steps = st.lists(st.tuples(st.sampled_from(["refuse", "answer", "lose", "wait", "die", "live"]), st.integers(0, 2)))
+
+
+@given(steps)
+def test_a_pool_with_a_backend_that_is_not_dead_always_has_a_candidate(script: list[tuple[str, int]]) -> None:
+    fleet = Fleet("a", "b", "c")
+    actions: dict[str, Any] = {
+        "refuse": fleet.refuse,
+        "answer": fleet.answer,
+        "lose": fleet.ejector.attempt_failed,
+        "wait": lambda backend: fleet.clock.advance(7),
+        "die": lambda backend: fleet.registry.set_state(backend, State.DOWN, "dead"),
+        "live": lambda backend: backend.state is State.DOWN and fleet.registry.set_state(backend, State.UP, ""),
+    }
+    for action, number in script:
+        actions[action](fleet.backends[number])
+        dead = all(backend.state is State.DOWN for backend in fleet.backends)
+        assert dead or fleet.candidates()
+    fleet.ejector.stop()
+    assert fleet.clock.pending == 0
