@@ -10,6 +10,7 @@ import pytest
 import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from native.block_hash import BlockHashes, xxh64_digest
 
 SEEDS = st.integers(0, 2**64 - 1)
