@@ -101,7 +101,7 @@ class Exchange:
         self._load = 0  # in flight on the chosen backend at the moment of the choice
         self._tried: list[Backend] = []
         self._failure: LastFailure | None = None
-        self._cancel_check: Callable[[], None] | None = None
+        self._cancel_check: Callable[[], object] | None = None
         # what goes to the engine, kept while a repeat is possible
         self._upstream_body = b""
         # the answer
@@ -212,6 +212,7 @@ class Exchange:
         self._load = backend.in_flight
         attempt = self._attempt = Attempt(choice, InFlight(backend), now)
         s.admission.taken()
+        s.passive_health.started(backend)
         s.strategy.placed(choice)
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
         s.metrics.matched_predicted[backend.name] += choice.matched_tokens
@@ -353,9 +354,7 @@ class Exchange:
         self._enter(Phase.STREAMING)
         now = s.clock.now()
         self._first_byte_at = self._last_byte_at = now
-        backend = attempt.choice.backend
-        backend.last_byte_at = now
-        s.passive_health.answered(backend)
+        s.passive_health.answered(attempt.choice.backend)
         s.strategy.first_byte(attempt.choice)
         s.metrics.ttft.observe(now - self._started_at)
         attempt.held = attempt.peek = None
@@ -460,8 +459,7 @@ class Exchange:
             self._s.metrics.retries["stale_connection"] += 1
             self._connect()
             return
-        if not any_byte or attempt.held is None:
-            self._s.passive_health.connect_failed(backend)
+        self._s.passive_health.attempt_failed(backend)
         self._fail_attempt("upstream_lost", upstream_error(f"Backend {backend.name} gave no answer: {why}."))
 
     def _lose_upstream(self, why: str) -> None:
@@ -471,10 +469,10 @@ class Exchange:
             attempt.upstream.discard()
         self.on_upstream_lost(why, True)
 
-    def on_backend_silent(self) -> None:
-        """Its backend was ejected for silence."""
-        if self._phase in (Phase.SENDING, Phase.AWAIT_HEAD) and self._attempt is not None:
-            backend = self._attempt.choice.backend
+    def on_backend_silent(self, backend: Backend) -> None:
+        """A backend was ejected for silence: what waits for its first byte there may be repeated elsewhere."""
+        attempt = self._attempt
+        if attempt is not None and attempt.choice.backend is backend and self._phase is not Phase.STREAMING:
             self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."))
 
     def _judge(self) -> None:
@@ -610,6 +608,7 @@ class Exchange:
             self._cut(upstream_timeout("The answer stood still for too long."), who)
         elif self._attempt is not None:
             name = self._attempt.choice.backend.name
+            self._s.passive_health.attempt_failed(self._attempt.choice.backend)
             self._fail_attempt("first_byte_timeout", upstream_timeout(f"Backend {name} gave no first byte in time."))
 
     def _queue_timeout(self) -> RouterError:

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 class PassiveHealth(Protocol):
     """What exchanges tell of a backend's behaviour."""
 
+    def started(self, backend: Backend) -> None: ...
+
     def connect_failed(self, backend: Backend) -> None: ...
+
+    def attempt_failed(self, backend: Backend) -> None: ...
 
     def answered(self, backend: Backend) -> None: ...
 
@@ -81,7 +85,7 @@ class Services:
     pool: UpstreamPool
     connector: Connector
     passive_health: PassiveHealth
-    check_engine: Callable[[Backend, Callable[[bool], None]], Callable[[], None]]  # ask it now; returns what cancels
+    check_engine: Callable[[Backend, Callable[[bool], None]], Callable[[], object]]  # ask it now; returns what cancels
     metrics: Metrics
     access_log: AccessSink | None
     render_metrics: Callable[[], bytes]

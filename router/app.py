@@ -1,0 +1,325 @@
+"""The composition root: builds each object once, hands it on by constructor, starts and stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import signal
+import sys
+from collections.abc import Callable
+
+import aiohttp
+import orjson
+import uvloop
+
+from router import __version__
+from router.admin import AdminServer
+from router.backends.backend import Backend, EngineReport
+from router.backends.ejection import SILENT, Ejector
+from router.backends.health import HealthMonitor
+from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
+from router.clock import SystemClock
+from router.config import Config
+from router.index.prefix_index import native_index
+from router.metrics import CONTENT_TYPE, BackendFigures, Exporter, Metrics, Snapshot
+from router.net.downstream import Downstream, DownstreamLimits
+from router.net.upstream_pool import TcpConnector, UpstreamPool
+from router.proxy.access_log import AccessLog
+from router.proxy.admission import Admission
+from router.proxy.exchange import Exchange
+from router.proxy.retry import RetryBudget
+from router.proxy.services import ExchangeSettings, Services
+from router.strategies.registry import StrategyDeps, build
+from router.wire.http_head import RequestHead
+
+logger = logging.getLogger("router")
+
+LISTEN_BACKLOG = 4096
+
+
+class Gateway:
+    """One data port, one admin port, and everything behind them."""
+
+    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+        self._config = config
+        self._loop = loop
+        clock = SystemClock(loop)
+        self.metrics = Metrics()
+        self.registry = Registry(clock)
+        self.index = native_index(config.index.memory_limit_bytes)
+        self.strategy = build(
+            config.routing.strategy,
+            config.routing,
+            StrategyDeps(
+                clock=clock,
+                rng=random.Random(),
+                mirror=self.index,
+                block_bytes=config.index.block_bytes,
+                assumed_kv_tokens=config.index.assumed_kv_tokens,
+            ),
+        )
+        pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
+        self.registry.subscribe(self._on_fleet_event)
+        self.ejector = Ejector(self.registry, clock, config.health)
+        self.health = HealthMonitor(
+            self.registry, aiohttp.ClientSession, clock, config.health, self._on_report, self._on_restart
+        )
+        self.access_log = (
+            AccessLog(self.metrics, sys.stdout.fileno(), config.log.format == "json") if config.log.access else None
+        )
+        exporter = Exporter(self.metrics, self._snapshot, __version__, "cython")
+        self.services = Services(
+            clock=clock,
+            settings=_exchange_settings(config),
+            registry=self.registry,
+            strategy=self.strategy,
+            admission=Admission(config.limits.max_in_flight, config.limits.max_queue),
+            budget=RetryBudget(config.retry.budget),
+            pool=pool,
+            connector=TcpConnector(loop, pool),
+            passive_health=self.ejector,
+            check_engine=self._check_engine,
+            metrics=self.metrics,
+            access_log=self.access_log,
+            render_metrics=exporter.render,
+            version_body=orjson.dumps({"version": __version__}),
+        )
+        self.admin = AdminServer(
+            config.admin.host,
+            config.admin.port,
+            self.registry,
+            render_metrics=exporter.render,
+            metrics_content_type=CONTENT_TYPE,
+            hit_accounting=self._hit_accounting,
+        )
+        self._downstream_limits = DownstreamLimits(
+            max_header_bytes=config.limits.max_header_bytes,
+            max_body_bytes=config.limits.max_body_bytes,
+            client_body_s=config.timeouts.client_body_s,
+            client_keepalive_s=config.timeouts.client_keepalive_s,
+        )
+        self.connections: set[Downstream] = set()
+        self._server: asyncio.Server | None = None
+        self._idle = asyncio.Event()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> tuple[int, int]:
+        """Listen. Returns the data port and the admin port. OSError: a port is taken."""
+        self._loop.set_exception_handler(self._on_loop_exception)
+        for b in self._config.backends:
+            self.registry.add(b.name, b.url, b.weight, b.api_key, b.models)
+        server = self._config.server
+        admin_port = await self.admin.start()
+        try:
+            self._server = await self._loop.create_server(
+                self._make_downstream,
+                server.host,
+                server.port,
+                backlog=LISTEN_BACKLOG,
+                reuse_address=True,
+            )
+        except OSError:
+            await self.admin.stop()
+            raise
+        await self.health.start()
+        # What was made until here stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        return self._server.sockets[0].getsockname()[1], admin_port
+
+    async def drain(self) -> None:
+        """No new connections, no further requests on the open ones; those under way have drain_s to end."""
+        self.services.draining = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.drain()
+        deadline = self._loop.time() + self._config.timeouts.drain_s
+        while self.services.exchanges and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        for exchange in list(self.services.exchanges):
+            exchange.on_shutdown()
+
+    async def stop(self) -> None:
+        for exchange in list(self.services.exchanges):
+            exchange.on_shutdown()
+        if self._server is not None:
+            self._server.close()
+        # what was written last leaves the process before its connections do
+        for connection in list(self.connections):
+            connection.drain()
+        for _ in range(100):
+            if not self.connections:
+                break
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.abort()
+        await self.health.stop()
+        self.ejector.stop()
+        self.services.pool.close()
+        await self.admin.stop()
+        self.registry.close()
+        await asyncio.sleep(0)
+        if self.access_log is not None:
+            self.access_log.close()
+
+    # -- what the parts tell each other -------------------------------------------------------------------------------
+
+    def open_exchange(self, downstream: Downstream, head: RequestHead | None) -> Exchange:
+        return Exchange(self.services, downstream, head)
+
+    def _make_downstream(self) -> Downstream:
+        limit = self._config.limits.max_connections
+        connection = Downstream(self, self.services.clock, self._downstream_limits, self.connections)
+        if limit and len(self.connections) >= limit:
+            self._loop.call_soon(connection.abort)
+        return connection
+
+    def _on_fleet_event(self, event: FleetEvent) -> None:
+        if isinstance(event, BackendAdded):
+            self.strategy.joined(event.backend)
+        elif isinstance(event, BackendRemoved):
+            self.strategy.forget(event.backend)
+            self.services.pool.drop(event.backend)
+            self.metrics.forget_backend(event.backend.name)
+        elif isinstance(event, StateChanged):
+            backend = event.backend
+            logger.log(
+                logging.INFO if backend.serving else logging.WARNING,
+                "backend %s: %s -> %s%s",
+                backend.name,
+                event.before,
+                event.after,
+                f" ({backend.why})" if backend.why else "",
+            )
+            if not backend.serving:
+                self.services.pool.drop(backend)
+                if backend.why == SILENT:
+                    for exchange in list(self.services.exchanges):
+                        exchange.on_backend_silent(backend)
+        if hasattr(self, "services"):
+            self.services.admission.pump()
+
+    def _on_report(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
+        self.strategy.reported(backend, before, now)
+
+    def _on_restart(self, backend: Backend) -> None:
+        logger.warning("backend %s is another process than before: its cache is taken for empty", backend.name)
+        self.strategy.forget(backend)
+        self.strategy.joined(backend)
+
+    def _check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
+        task = self._loop.create_task(self.health.check_now(backend))
+
+        def done(finished: asyncio.Task[bool]) -> None:
+            if not finished.cancelled():
+                tell(finished.exception() is None and finished.result())
+
+        task.add_done_callback(done)
+        return task.cancel
+
+    def _on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """An exception that nobody caught is a fault of ours. The connection in whose callback it happened is closed."""
+        self.metrics.broken_exchanges += 1
+        error = context.get("exception")
+        logger.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+
+    def _hit_accounting(self, backend: Backend) -> dict[str, object]:
+        account = getattr(self.strategy, "hit_accounting", None)
+        figures: dict[str, object] = {
+            "predicted_tokens": self.metrics.matched_predicted.get(backend.name, 0),
+            "reported_tokens": self.metrics.matched_reported.get(backend.name, 0),
+            "prompt_tokens": self.metrics.prompt_tokens.get(backend.name, 0),
+        }
+        if account is not None:
+            figures |= account(backend)
+        return figures
+
+    def _snapshot(self) -> Snapshot:
+        s = self.services
+        return Snapshot(
+            backends=[
+                BackendFigures(
+                    name=b.name,
+                    up=b.serving,
+                    in_flight=b.in_flight,
+                    running=b.report.running,
+                    waiting=b.report.waiting,
+                    kv_usage=b.report.kv_usage,
+                    hit_ratio=_hit_ratio(b.report),
+                    index_blocks=self.index.blocks_of(b.slot) if b.slot >= 0 else 0,
+                    models=tuple(b.models),
+                )
+                for b in self.registry.backends
+            ],
+            queue_depth=s.admission.depth,
+            queued_by_model=s.admission.queued_by_model(),
+            index_memory_bytes=self.index.memory_bytes(),
+            connections=len(self.connections),
+            upstream_connections=s.pool.open,
+            open_exchanges=len(s.exchanges),
+        )
+
+
+def _hit_ratio(report: EngineReport) -> float | None:
+    if report.prefix_hits is None or not report.prefix_queries:
+        return None
+    return report.prefix_hits / report.prefix_queries
+
+
+def _exchange_settings(config: Config) -> ExchangeSettings:
+    session = config.routing.session
+    return ExchangeSettings(
+        strategy_name=config.routing.strategy,
+        block_bytes=config.index.block_bytes,
+        session_headers=tuple(name.lower().encode() for name in session.headers),
+        session_fields=session.body_fields,
+        session_cookie=session.cookie.encode(),
+        connect_s=config.timeouts.connect_s,
+        first_byte_s=config.timeouts.first_byte_s,
+        idle_s=config.timeouts.idle_s,
+        queue_timeout_s=config.limits.queue_timeout_s,
+        retry_attempts=config.retry.attempts,
+        max_in_flight_per_backend=config.limits.max_in_flight_per_backend,
+        metrics_on_data_port=config.server.metrics,
+    )
+
+
+def run(config: Config) -> int:
+    """Serve until a signal says to stop; returns the exit code."""
+    logging.basicConfig(
+        level=config.log.level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return uvloop.run(_serve(config))
+    except OSError as error:
+        print(f"kvgate: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    gateway = Gateway(config, loop)
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    port, admin_port = await gateway.start()
+    print(f"listening on http://{_authority(config.server.host, port)}", flush=True)
+    print(f"admin on http://{_authority(config.admin.host, admin_port)}", flush=True)
+    await signals.get()
+    logger.info("draining: %d requests under way", len(gateway.services.exchanges))
+    drain = loop.create_task(gateway.drain())
+    second = loop.create_task(signals.get())
+    await asyncio.wait((drain, second), return_when=asyncio.FIRST_COMPLETED)
+    for task in (drain, second):
+        task.cancel()
+    await asyncio.gather(drain, second, return_exceptions=True)
+    await gateway.stop()
+    return 0
+
+
+def _authority(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
