@@ -1,0 +1,63 @@
+# Set-up and everything that people and CI run. `make demo` and `make test` work on a fresh Debian with Python 3.11 or
+# newer, gcc and make; nothing is installed outside of .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+NATIVE := $(wildcard native/*.pyx native/*.pxd native/*.h)
+BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
+
+# One stamp per level: what runs, what tests need, what checks need. Each is remade when what it was made of changes.
+INSTALLED := $(VENV)/.installed
+TEST_READY := $(VENV)/.test-ready
+CHECK_READY := $(VENV)/.check-ready
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check sanitize test-vllm bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/kvgate demo $(ARGS)
+
+test: $(TEST_READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(CHECK_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p router -p native
+	$(BIN)/stubtest native --allowlist .ci/stubtest-allowlist
+
+sanitize: $(TEST_READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/sanitize
+
+test-vllm: $(TEST_READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/vllm/run $(ARGS)
+
+bench: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" loadtest/bench/run $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .ruff_cache
+	rm -f native/*.so native/*.c native/*.cpp native/*.html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@.ci/prerequisites $(PYTHON)
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	touch $@
+
+# The editable install compiles native/*.pyx in place.
+$(INSTALLED): $(VENV)/.created $(BUILD_INPUTS)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(TEST_READY): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --group test
+	touch $@
+
+$(CHECK_READY): $(TEST_READY)
+	$(BIN)/python -m pip install --quiet --group check
+	touch $@
