@@ -136,6 +136,9 @@ cdef class BlockHashes:
         cdef BlockHashes blocks = with_room(len(hashes))
         cdef Py_ssize_t i
         for i in range(blocks.n):
+            # Cython's conversion alone would call __int__, and so take 1.5 for 1.
+            if not isinstance(hashes[i], int):
+                raise TypeError(f"a hash must be int, not {type(hashes[i]).__name__}")
             blocks.data[i] = hashes[i]
         return blocks
 
