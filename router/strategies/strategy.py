@@ -8,8 +8,9 @@ from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 from native.block_hash import BlockHashes
-
 from router.backends.backend import Backend, EngineReport
+
+NEVER = float("-inf")
 
 
 class Need(Enum):
@@ -76,11 +77,15 @@ class Choice:
 
     __slots__ = (
         "backend",
+        "best_blocks",
+        "first_byte_at",
         "match_blocks",
         "matched_tokens",
+        "placed_at",
         "prompt_tokens",
         "reason",
         "request",
+        "spared_s",
         "uncached_s",
         "uncached_tokens",
     )
@@ -96,6 +101,8 @@ class Choice:
         prompt_tokens: int = 0,
         uncached_tokens: int = 0,
         uncached_s: float = 0.0,
+        best_blocks: int = 0,
+        spared_s: float = 0.0,
     ) -> None:
         self.request = request
         self.backend = backend
@@ -105,6 +112,10 @@ class Choice:
         self.prompt_tokens = prompt_tokens  # estimated where the body does not say
         self.uncached_tokens = uncached_tokens
         self.uncached_s = uncached_s  # the prefill that this request brings
+        self.best_blocks = best_blocks  # the longest match that any backend has
+        self.spared_s = spared_s  # how much shorter the shortest wait of the candidates was
+        self.placed_at = NEVER  # clock.now(); written by the strategy
+        self.first_byte_at = NEVER
 
 
 class End(Enum):

@@ -1,0 +1,540 @@
+"""The priced choice: what a request costs on each backend, in seconds, its own and the others'.
+
+    w = the wait: prefill that we sent there and that is not yet at its first token; or, where the KV pool would
+        overflow, the time until running requests free enough of it
+    x = the work that the request brings: a fixed cost, and its tokens without those that the backend's cache holds
+    k = arrivals per engine and second / (1 - prefill utilisation)
+    price = w + x + k x (w + x / 2) + decoding
+
+The third term is the delay that the work causes to those who arrive before the engine drains. The fourth is what one
+more sequence costs in a running batch: each decode step grows by what a few prefill tokens cost, for the request itself
+and for everyone in the batch, and a second of slower reading counts as a tenth of a second of waiting.
+
+What a cache holds is known from a mirror: our own LRU copy of each engine's, sized by the capacity that it reports. A
+prompt enters it when it is sent, so its blocks count while they are still coming, and siblings follow their leader as
+long as waiting for it is cheaper than doing its work again. A further copy of a hot prefix is bought on the account of
+those that used the first (learning/copy_worth.py).
+
+Nothing here waits, and nothing is allocated per candidate. One choice with its three notices costs about 12 us with
+8 candidates (tests/benchmarks/test_strategies.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+from native.block_hash import BlockHashes
+from router.backends.backend import Backend, EngineReport
+from router.clock import Clock
+from router.learning.arrival_rate import ArrivalRate
+from router.learning.bytes_per_token import BytesPerToken
+from router.learning.copy_worth import CopyAccounts
+from router.learning.mirror_size import MirrorSize
+from router.learning.prefill_ledger import Phase, PrefillLedger
+from router.learning.prefill_speed import PRIOR_TOKENS_PER_S, PrefillSpeed
+from router.learning.recent_work import RecentWork
+from router.strategies.strategy import NEVER, Choice, End, Need, Outcome, Reason, RoutingRequest
+
+NEAR_RATIO, NEAR_S = 1.02, 0.002  # prices this near to the least tie
+USEFUL_S = 0.001  # a match that saves less decides nothing, unless it is half of the prompt
+ALIKE = 0.15  # engines whose learned speeds differ by less count as equal, else noise would pick favourites
+DECODE_TOKENS = 2.5  # prefill tokens that cost what one more sequence adds to a step (0.25 ms at 10,000 tokens/s)
+READING = 0.1  # seconds of waiting that a second of slower reading is worth
+PRIOR_OUTPUT_TOKENS = 200.0
+PRIOR_STAY_S = 2.5  # from first to last token
+SLOW = 0.02  # weight of one answer in the averages of outputs and stays
+MAX_MODELS = 1024  # learned apart; the fleet's further models share one record
+IDLE_REPORT_S = 10.0  # an "idle" older than that is no news
+
+
+class PrefixMirror(Protocol):
+    """The index: native.prefix_tree.PrefixTree, or its reference. `matched` is filled by match(), by slot."""
+
+    @property
+    def matched(self) -> array[int]: ...
+    def add_backend(self) -> int: ...
+    def remove_backend(self, slot: int) -> None: ...
+    def clear_backend(self, slot: int) -> object: ...
+    def set_capacity(self, slot: int, blocks: int) -> object: ...
+    def insert(self, slot: int, blocks: BlockHashes) -> int: ...
+    def match(self, blocks: BlockHashes) -> int: ...
+    def match_one(self, slot: int, blocks: BlockHashes) -> int: ...
+    def forget_after(self, slot: int, blocks: BlockHashes, keep: int) -> int: ...
+    def blocks_of(self, slot: int) -> int: ...
+
+
+class EngineState:
+    """What is known of one backend. It dies with `forget`; attempts sent before then are strangers to its successor."""
+
+    __slots__ = (
+        "backend",
+        "caching",
+        "cleared_at",
+        "elsewhere",
+        "fixed_s",
+        "foreign",
+        "foreign_wait_s",
+        "kv_budget",
+        "kv_capacity",
+        "ledger",
+        "quiet",
+        "seconds_per_token",
+        "size",
+        "slot",
+        "speed",
+        "stay_s",
+        "trust",
+        "worth",
+    )
+
+    def __init__(self, backend: Backend, slot: int, speed: PrefillSpeed, size: MirrorSize) -> None:
+        self.backend = backend
+        self.slot = slot
+        self.ledger = PrefillLedger()
+        self.speed = speed
+        self.size = size
+        self.fixed_s = speed.fixed_s
+        self.seconds_per_token = 1.0 / speed.tokens_per_s  # as applied: the same number for engines that are alike
+        self.caching = True
+        self.trust = 1.0
+        self.worth = 1.0  # of a matched token: trust, or 0 where the engine does not cache
+        self.kv_capacity = float("inf")  # tokens
+        self.kv_budget = float("inf")  # what ledger.kv_tokens may reach before the pool overflows
+        self.foreign = 0.0  # requests there that are not ours
+        self.foreign_wait_s = 0.0  # prefill of those that wait
+        self.elsewhere = (0.0, 0.0)  # foreign running and waiting, as the last poll made it
+        self.stay_s = PRIOR_STAY_S
+        self.quiet: Choice | None = None  # the attempt that has had the engine for itself so far
+        self.cleared_at = NEVER
+
+
+class ModelState:
+    """What is learned of one model."""
+
+    __slots__ = ("arrivals", "output_tokens", "text")
+
+    def __init__(self) -> None:
+        self.text = BytesPerToken()
+        self.arrivals = ArrivalRate()
+        self.output_tokens = PRIOR_OUTPUT_TOKENS
+
+
+class PrefixAffinity:
+    """`prefixaware`. `backend.slot` is written here alone: the backend's number in the mirror."""
+
+    needs: frozenset[Need] = frozenset((Need.PREFIX_BLOCKS,))
+
+    def __init__(
+        self, clock: Clock, rng: Random, mirror: PrefixMirror, *, block_bytes: int, assumed_kv_tokens: int
+    ) -> None:
+        self._now = clock.now
+        self._random = rng.random
+        self._mirror = mirror
+        self.block_bytes = block_bytes
+        self._assumed_kv_tokens = assumed_kv_tokens
+        self._engines: dict[Backend, EngineState] = {}
+        self._models: dict[str, ModelState] = {}
+        self._further_models = ModelState()
+        self._fleet = ArrivalRate()
+        self._recent: RecentWork[Backend] = RecentWork()
+        self._copies = CopyAccounts()
+        self._prices: list[float] = []
+        self._known: Sequence[Backend] = ()  # the last snapshot whose backends were all known
+
+    # ---- the choice
+
+    def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
+        if not candidates:
+            return None
+        if candidates is not self._known:
+            self._know(candidates)
+        now = self._now()
+        model = self._models.get(request.model, self._further_models)
+        count = len(candidates)
+        pressure = model.arrivals.pressure(now, count)
+        fleet_pressure = self._fleet.pressure(now, len(self._engines))
+        if fleet_pressure > pressure:  # adapters of one base model share engines: each sees little of what comes
+            pressure = fleet_pressure
+
+        mirror = self._mirror
+        blocks = request.blocks
+        total = request.prompt_tokens or int(request.prefix_bytes / model.text.ratio) or 1
+        top = total - 1  # a full hit still computes one token
+        deepest, paid_s = 0, 0.0
+        block_tokens = deep = 0.0
+        if blocks is not None and (deepest := mirror.match(blocks)):
+            block_tokens = self.block_bytes * total / request.prefix_bytes
+            deep = deepest * block_tokens
+            if deep > top:
+                deep = top
+            paid_s = self._copies.balance_s(blocks[deepest - 1], now)
+        matched = mirror.matched
+        output = model.output_tokens
+        if request.max_tokens is not None and request.max_tokens < output:
+            output = request.max_tokens
+        slower = DECODE_TOKENS * (1.0 + 2.0 * READING * output)
+
+        engines = self._engines
+        prices = self._prices
+        least = shortest = float("inf")
+        longest = 0.0
+        for at, backend in enumerate(candidates):
+            engine = engines[backend]
+            hit = matched[engine.slot] * block_tokens * engine.worth
+            if hit > top:
+                hit = top
+            if hit > longest:
+                longest = hit
+            left = total - hit
+            ledger = engine.ledger
+            wait = engine.foreign_wait_s
+            if ledger.pending_s:
+                wait += ledger.wait_s(now)
+            over = ledger.kv_tokens + left + output - engine.kv_budget
+            if over > 0.0:
+                freeing = self._freeing_s(engine, over)
+                if freeing > wait:
+                    wait = freeing
+            if wait < shortest:
+                shortest = wait
+            token_s = engine.seconds_per_token
+            work = engine.fixed_s + left * token_s
+            price = (wait + work + pressure * work * (wait + 0.5 * work)) + (
+                ledger.decoding + engine.foreign
+            ) * token_s * slower
+            if paid_s and hit < deep:
+                copy_s = (deep - hit) * token_s
+                if paid_s >= copy_s * self._crowding(engine):
+                    # The copy is paid for: its prefill is no cost of this request's, and making it wins a tie.
+                    price = (price - copy_s) / NEAR_RATIO - 2.0 * NEAR_S
+            prices[at] = price
+            if price < least:
+                least = price
+
+        chosen = self._nearest(candidates, least, matched, block_tokens, top)
+        raw = matched[chosen.slot] if block_tokens else 0
+        hit = min(raw * block_tokens * chosen.worth, top)
+        reason = Reason.SHAPE
+        if request.readable:
+            reason = Reason.LOAD
+            saved_s = hit * chosen.seconds_per_token
+            if (saved_s > USEFUL_S or 2.0 * hit >= total) and (
+                hit >= longest or (longest - hit) * chosen.seconds_per_token <= NEAR_S
+            ):
+                reason = Reason.PREFIX
+        ledger = chosen.ledger
+        wait = chosen.foreign_wait_s + (ledger.wait_s(now) if ledger.pending_s else 0.0)
+        return self._choice(request, chosen, reason, raw, hit, total, deepest, max(wait - shortest, 0.0))
+
+    def _nearest(
+        self, candidates: Sequence[Backend], least: float, matched: array[int], block_tokens: float, top: int
+    ) -> EngineState:
+        """Of the prices near the least: the longest match, the fewest outstanding, the least recent work, the lot."""
+        limit = least * NEAR_RATIO + NEAR_S if least > 0.0 else least + NEAR_S
+        engines, prices, recent = self._engines, self._prices, self._recent.of
+        best: EngineState | None = None
+        best_hit = best_load = best_recent = 0.0
+        ties = 1
+        for at, backend in enumerate(candidates):
+            if prices[at] > limit:
+                continue
+            engine = engines[backend]
+            hit = min(matched[engine.slot] * block_tokens * engine.worth, top)
+            load = backend.in_flight / backend.weight
+            if best is not None:
+                more_s = (hit - best_hit) * engine.seconds_per_token
+                if more_s < -NEAR_S:
+                    continue
+                if more_s <= NEAR_S:
+                    if load > best_load:
+                        continue
+                    if load == best_load:
+                        its_recent = recent(backend) / backend.weight
+                        if its_recent > best_recent:
+                            continue
+                        if its_recent == best_recent:
+                            ties += 1
+                            if self._random() * ties >= 1.0:
+                                continue
+                            best, best_hit = engine, hit
+                            continue
+            best, best_hit, best_load, ties = engine, hit, load, 1
+            best_recent = recent(backend) / backend.weight
+        assert best is not None
+        return best
+
+    def _freeing_s(self, engine: EngineState, over: float) -> float:
+        """Seconds until running requests have freed `over` KV tokens."""
+        held = engine.kv_capacity - engine.kv_budget + engine.ledger.kv_tokens
+        return 2.0 * engine.stay_s * over / held if held > 1.0 else 0.0
+
+    def _crowding(self, engine: EngineState) -> float:
+        """The price of a copy in its own prefill: double where it displaces something that may be asked for again."""
+        return 2.0 if self._mirror.blocks_of(engine.slot) >= 0.95 * engine.size.blocks else 1.0
+
+    def assign(self, request: RoutingRequest, backend: Backend, reason: Reason) -> Choice:
+        """The choice of a given backend, for strategies that choose by other means: with its match and its work."""
+        engine = self._engines.get(backend) or self._join(backend)
+        model = self._models.get(request.model, self._further_models)
+        total = request.prompt_tokens or int(request.prefix_bytes / model.text.ratio) or 1
+        raw, hit = 0, 0.0
+        if request.blocks is not None:
+            raw = self._mirror.match_one(engine.slot, request.blocks)
+        if raw:
+            hit = min(raw * self.block_bytes * total / request.prefix_bytes * engine.worth, total - 1)
+        return self._choice(request, engine, reason, raw, hit, total, 0, 0.0)
+
+    def _choice(
+        self,
+        request: RoutingRequest,
+        engine: EngineState,
+        reason: Reason,
+        match_blocks: int,
+        hit: float,
+        total: int,
+        best_blocks: int,
+        spared_s: float,
+    ) -> Choice:
+        cached = int(hit)
+        return Choice(
+            request,
+            engine.backend,
+            reason,
+            match_blocks=match_blocks,
+            matched_tokens=cached,
+            prompt_tokens=total,
+            uncached_tokens=total - cached,
+            uncached_s=engine.fixed_s + (total - cached) * engine.seconds_per_token,
+            best_blocks=best_blocks,
+            spared_s=spared_s,
+        )
+
+    # ---- the life of an attempt
+
+    def placed(self, choice: Choice) -> None:
+        engine = self._engines.get(choice.backend)
+        if engine is None:
+            return
+        choice.placed_at = now = self._now()
+        request = choice.request
+        model = self._models.get(request.model)
+        if model is None:
+            model = self._learn_model(request.model)
+        work_s = choice.uncached_s
+        ledger = engine.ledger
+        if not ledger.kv_tokens and not len(ledger):
+            engine.quiet = choice
+            engine.speed.busy_began(now)
+        else:
+            engine.quiet = None
+        ledger.sent(choice, work_s, choice.uncached_tokens + int(model.output_tokens), now)
+        model.arrivals.arrived(now, work_s)
+        self._fleet.arrived(now, work_s)
+        self._recent.add(choice.backend, work_s, now)
+        blocks = request.blocks
+        if blocks is None or not blocks:
+            return
+        best = choice.best_blocks
+        if best:
+            if choice.match_blocks >= best:
+                saved_s = choice.matched_tokens * engine.seconds_per_token
+                self._copies.served(blocks[best - 1], saved_s, choice.spared_s, now)
+            else:
+                missing = (best - choice.match_blocks) * self.block_bytes * choice.prompt_tokens / request.prefix_bytes
+                self._copies.copied(blocks[best - 1], missing * engine.seconds_per_token, now)
+        if engine.caching:
+            self._mirror.insert(engine.slot, blocks)
+
+    def first_byte(self, choice: Choice) -> None:
+        engine = self._engines.get(choice.backend)
+        if engine is None:
+            return
+        now = self._now()
+        ledger = engine.ledger
+        if not ledger.first_token(choice, now):
+            return
+        choice.first_byte_at = now
+        if engine.quiet is not choice and engine.speed.busy_prefilled(
+            choice.uncached_tokens, now, idle=not ledger.pending_s
+        ):
+            self._apply_speed(engine)
+
+    def observe(self, choice: Choice, outcome: Outcome) -> None:
+        engine = self._engines.get(choice.backend)
+        if engine is None:
+            return
+        now = self._now()
+        was = engine.ledger.ended(choice, now)
+        if was is None:
+            return
+        refused = outcome.status is not None and outcome.status >= 400
+        request = choice.request
+        blocks = request.blocks
+        if blocks is not None and engine.caching:
+            if was is Phase.WAITING and (outcome.end is not End.COMPLETE or refused):
+                self._mirror.forget_after(engine.slot, blocks, choice.match_blocks)
+            elif choice.placed_at < engine.cleared_at and not refused:
+                self._mirror.insert(engine.slot, blocks)  # the mirror was emptied since, this prompt is there
+        if refused:
+            return
+        model = self._models.get(request.model, self._further_models)
+        if was is Phase.DECODING and outcome.end is End.COMPLETE:
+            engine.stay_s += SLOW * (now - choice.first_byte_at - engine.stay_s)
+        if outcome.completion_tokens is not None:
+            model.output_tokens += SLOW * (outcome.completion_tokens - model.output_tokens)
+        prompt_tokens = outcome.prompt_tokens
+        if (
+            prompt_tokens is not None
+            and request.prompt_tokens is None
+            and model.text.observe(request.prefix_bytes, prompt_tokens)
+        ):
+            self._size_mirror(engine, model.text.ratio)
+        if engine.quiet is choice:
+            self._learn_speed(engine, choice, outcome)
+
+    def _learn_speed(self, engine: EngineState, choice: Choice, outcome: Outcome) -> None:
+        """A quiet sample: nothing else of ours was there until its first byte, and the engine reported idle."""
+        engine.quiet = None
+        if choice.first_byte_at == NEVER:
+            return
+        report = engine.backend.report
+        if engine.elsewhere != (0.0, 0.0) or choice.placed_at - report.at > IDLE_REPORT_S > 0.0:
+            return
+        uncached = choice.uncached_tokens
+        if outcome.prompt_tokens is not None:
+            uncached = outcome.prompt_tokens - (outcome.cached_tokens or 0)
+            if outcome.cached_tokens is None:
+                uncached = max(outcome.prompt_tokens - choice.matched_tokens, 1)
+        if engine.speed.quiet(uncached, choice.first_byte_at - choice.placed_at):
+            self._apply_speed(engine)
+
+    # ---- what the engines say
+
+    def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
+        engine = self._engines.get(backend)
+        if engine is None:
+            return
+        self._heed_report(engine, now)
+        if before.at == NEVER:
+            return
+        gains = [
+            None if old is None or new is None else new - old
+            for old, new in (
+                (before.prefix_queries, now.prefix_queries),
+                (before.prefix_hits, now.prefix_hits),
+                (before.prefill_seconds_sum, now.prefill_seconds_sum),
+                (before.prefill_count, now.prefill_count),
+            )
+        ]
+        queries, hits, seconds, requests = gains
+        if queries is None or hits is None or seconds is None or requests is None or min(queries, hits) < 0:
+            return
+        if engine.speed.reported(queries - hits, seconds, requests, now.at - before.at):
+            self._apply_speed(engine)
+
+    def _heed_report(self, engine: EngineState, report: EngineReport) -> None:
+        ledger = engine.ledger
+        # What is there beyond ours, or has left us since the engine counted: the smaller of two polls in a row.
+        running = max(report.running - ledger.decoding, 0.0)
+        waiting = max(report.running + report.waiting - len(ledger) - running, 0.0)
+        engine.foreign = min(running, engine.elsewhere[0])
+        engine.foreign_wait_s = min(waiting, engine.elsewhere[1]) * self._fleet.mean_work_s()
+        engine.elsewhere = (running, waiting)
+        capacity = report.kv_capacity_tokens
+        if capacity:
+            engine.kv_capacity = float(capacity)
+            engine.kv_budget = capacity * (1.0 - report.kv_usage) + ledger.decoding_kv_tokens
+        caching = report.prefix_caching is not False
+        if caching is not engine.caching:
+            engine.caching = caching
+            engine.worth = engine.trust if caching else 0.0
+            if not caching:
+                self._mirror.clear_backend(engine.slot)
+        for model in engine.backend.models:
+            state = self._models.get(model)
+            if state is not None:
+                self._size_mirror(engine, state.text.ratio)
+                break
+        else:
+            self._size_mirror(engine, self._further_models.text.ratio)
+
+    def joined(self, backend: Backend) -> None:
+        if backend not in self._engines:
+            self._join(backend)
+
+    def forget(self, backend: Backend) -> None:
+        engine = self._engines.pop(backend, None)
+        if engine is None:
+            return
+        self._known = ()
+        self._mirror.remove_backend(engine.slot)
+        self._recent.forget(backend)
+        backend.slot = -1
+
+    # ---- for strategies built on this one
+
+    @property
+    def mirror(self) -> PrefixMirror:
+        return self._mirror
+
+    def engine(self, backend: Backend) -> EngineState | None:
+        """What is known of a backend, None for one that is not in the fleet."""
+        return self._engines.get(backend)
+
+    def set_trust(self, engine: EngineState, trust: float) -> None:
+        """What a matched token of this backend's is worth, 0 to 1."""
+        engine.trust = trust
+        if engine.caching:
+            engine.worth = trust
+
+    def clear(self, engine: EngineState) -> None:
+        """Its cache was reset. Prompts that are on their way enter the mirror again when they end."""
+        self._mirror.clear_backend(engine.slot)
+        engine.cleared_at = self._now()
+
+    # ---- inner records
+
+    def _know(self, candidates: Sequence[Backend]) -> None:
+        for backend in candidates:
+            if backend not in self._engines:
+                self._join(backend)
+        missing = len(candidates) - len(self._prices)
+        if missing > 0:
+            self._prices.extend([0.0] * missing)
+        if isinstance(candidates, tuple):  # what cannot change need not be looked at again
+            self._known = candidates
+
+    def _join(self, backend: Backend) -> EngineState:
+        alike = sorted(e.speed.tokens_per_s / e.backend.weight for e in self._engines.values() if e.speed.learned)
+        prior = alike[len(alike) // 2] if alike else PRIOR_TOKENS_PER_S
+        backend.slot = self._mirror.add_backend()
+        size = MirrorSize(self.block_bytes, self._assumed_kv_tokens)
+        engine = EngineState(backend, backend.slot, PrefillSpeed(prior * backend.weight), size)
+        self._engines[backend] = engine
+        self._heed_report(engine, backend.report)
+        return engine
+
+    def _learn_model(self, name: str) -> ModelState:
+        if len(self._models) >= MAX_MODELS:
+            return self._further_models
+        model = self._models[name] = ModelState()
+        return model
+
+    def _size_mirror(self, engine: EngineState, bytes_per_token: float) -> None:
+        if engine.size.update(engine.backend.report.kv_capacity_tokens, bytes_per_token):
+            self._mirror.set_capacity(engine.slot, engine.size.blocks)
+
+    def _apply_speed(self, engine: EngineState) -> None:
+        """Takes over what was learned where it makes a difference, as the same number for engines that are alike."""
+        engine.fixed_s = engine.speed.fixed_s
+        wanted = engine.speed.tokens_per_s
+        if abs(wanted * engine.seconds_per_token - 1.0) <= ALIKE:
+            return
+        engine.seconds_per_token = 1.0 / wanted
+        for other in self._engines.values():
+            if other is not engine and abs(wanted * other.seconds_per_token - 1.0) <= ALIKE:
+                engine.seconds_per_token = other.seconds_per_token
+                break
