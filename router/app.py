@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -22,7 +23,7 @@ from router.backends.health import HealthMonitor
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
 from router.clock import SystemClock
 from router.config import Config
-from router.index.prefix_index import native_index
+from router.index.prefix_index import PrefixTree
 from router.metrics import CONTENT_TYPE, BackendFigures, Exporter, Metrics, Snapshot
 from router.net.downstream import Downstream, DownstreamLimits
 from router.net.upstream_pool import TcpConnector, UpstreamPool
@@ -31,7 +32,8 @@ from router.proxy.admission import Admission
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
-from router.strategies.registry import StrategyDeps, build
+from router.strategies.kv_aware import KvAware
+from router.strategies.registry import Dependencies, build
 from router.wire.http_head import RequestHead
 
 logger = logging.getLogger("router")
@@ -48,11 +50,11 @@ class Gateway:
         clock = SystemClock(loop)
         self.metrics = Metrics()
         self.registry = Registry(clock)
-        self.index = native_index(config.index.memory_limit_bytes)
+        self.index = PrefixTree(config.index.memory_limit_bytes)
         self.strategy = build(
             config.routing.strategy,
             config.routing,
-            StrategyDeps(
+            Dependencies(
                 clock=clock,
                 rng=random.Random(),
                 mirror=self.index,
@@ -137,9 +139,10 @@ class Gateway:
             self._server.close()
         for connection in list(self.connections):
             connection.drain()
-        deadline = self._loop.time() + self._config.timeouts.drain_s
-        while self.services.exchanges and self._loop.time() < deadline:
-            await asyncio.sleep(0.05)
+        self.services.on_idle = self._idle.set
+        if self.services.exchanges:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self._config.timeouts.drain_s)
         for exchange in list(self.services.exchanges):
             exchange.on_shutdown()
 
@@ -222,20 +225,20 @@ class Gateway:
         return task.cancel
 
     def _on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """An exception that nobody caught is a fault of ours. The connection in whose callback it happened is closed."""
+        """An exception that nobody caught is a fault of ours; the connection in whose callback it was is closed."""
         self.metrics.broken_exchanges += 1
         error = context.get("exception")
         logger.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
 
     def _hit_accounting(self, backend: Backend) -> dict[str, object]:
-        account = getattr(self.strategy, "hit_accounting", None)
         figures: dict[str, object] = {
             "predicted_tokens": self.metrics.matched_predicted.get(backend.name, 0),
             "reported_tokens": self.metrics.matched_reported.get(backend.name, 0),
             "prompt_tokens": self.metrics.prompt_tokens.get(backend.name, 0),
         }
-        if account is not None:
-            figures |= account(backend)
+        trust = self.strategy.trust_of(backend) if isinstance(self.strategy, KvAware) else None
+        if trust is not None:
+            figures["trust"] = trust.worth
         return figures
 
     def _snapshot(self) -> Snapshot:

@@ -49,9 +49,9 @@ class BackendFigures:
     name: str
     up: bool
     in_flight: int
-    running: float
-    waiting: float
-    kv_usage: float
+    running: float | None
+    waiting: float | None
+    kv_usage: float | None
     hit_ratio: float | None
     index_blocks: int
     models: tuple[str, ...]
@@ -185,7 +185,7 @@ class _GatewayCollector(Collector):
         demand: defaultdict[str, float] = defaultdict(float)
         for b in backends:
             for model in b.models:
-                demand[model] += b.running + b.waiting
+                demand[model] += (b.running or 0.0) + (b.waiting or 0.0)
         for model, queued in now.queued_by_model.items():
             demand[model] += queued
         family = GaugeMetricFamily(

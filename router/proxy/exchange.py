@@ -751,6 +751,8 @@ class Exchange:
                 }
             )
         self._downstream.exchange_done(head is not None and head.keep_alive)
+        if s.on_idle is not None and not s.exchanges:
+            s.on_idle()
 
     def _enter(self, phase: Phase) -> None:
         """The only writer of the phase."""

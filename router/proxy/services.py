@@ -93,6 +93,7 @@ class Services:
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
     draining: bool = False
+    on_idle: Callable[[], object] | None = None  # called when the last exchange ends
     _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
     _id_count: int = 0
 

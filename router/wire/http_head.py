@@ -260,12 +260,9 @@ def _normalize_target(head: RequestHead) -> None:
             raise bad_request("The request target has no valid host.", code="invalid_http")
         head.host = authority
         target = b"/" + path
-    fragment = target.find(b"#")
-    if fragment >= 0:
-        target = target[:fragment] or b"/"
+    target = target.partition(b"#")[0] or b"/"
     head.target = target
-    query = target.find(b"?")
-    head.path = target if query < 0 else target[:query]
+    head.path = target.partition(b"?")[0]
 
 
 def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
