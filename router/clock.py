@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,10 +22,11 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The event loop's clock."""
+    """The system's monotonic clock with the event loop's timers. uvloop's own time() moves in steps of 1 ms and stands
+    still within one round of the loop, which is too coarse for what is measured here."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time
+        self.now = time.monotonic
         self.call_later = loop.call_later
 
 

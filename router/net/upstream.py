@@ -56,10 +56,11 @@ class Upstream(asyncio.Protocol):
         self._any_byte = False
         self._buffer = b""
         self.framer = None
-        # two writes of one call go out as one system call in uvloop, without joining a large body to its head
-        self._transport.write(head)
+        # One system call: a head that goes first by itself wakes the engine for nothing, and cost 40 us here.
         if body:
-            self._transport.write(body)
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head)
         if not self._unsent:  # else pause_writing was called: more than the kernel takes at once
             events.on_sent()
 

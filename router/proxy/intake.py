@@ -21,7 +21,7 @@ def read_routing(
         request = RoutingRequest("", now, session_key=_session_key(services, head, None))
         return registry.any_pool(), request
     seen = read_request(
-        head.header(b"content-type") or b"",
+        head.content_type,
         head.path,
         body,
         settings.block_bytes,

@@ -1,7 +1,8 @@
 """Heads of HTTP messages: bytes in, values out.
 
-A head is cut out of the stream at its CRLF CRLF and given to llhttp (strict) alone; where the body ends is
-native.body_framing's to say. So every byte offset is known, which httptools does not tell.
+A head is cut out of the stream at its CRLF CRLF and given to llhttp (strict) alone, which says whether it is valid;
+native.head_lines then sorts its lines in one pass, and where the body ends is native.body_framing's to say. So every
+byte offset is known, which httptools does not tell, and no Python object is made for a line that only passes.
 
 What is hop-by-hop (RFC 9110 section 7.6.1) ends here, in both directions. All other header lines are kept as they came.
 """
@@ -13,89 +14,53 @@ import re
 import httptools
 
 from native.body_framing import Framing
+from native.head_lines import HeadLines, drop_headers, find_header, sort_lines
 from router.errors import RouterError, bad_request
 
 HEAD_END = b"\r\n\r\n"
 
-# Header lines that never pass, whatever Connection says; those with a meaning for us are read on the way.
-_HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"http2-settings",
-    )
-)
-_REQUEST_SPECIAL = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"x-forwarded-for"}
-_RESPONSE_SPECIAL = _HOP_BY_HOP | {
-    b"content-length",
-    b"content-type",
-    b"date",
-    b"x-request-id",
-    b"x-kvgate-backend",
-    b"x-kvgate-reason",
-    b"x-kvgate-matched",
-    b"x-kvgate-error",
-}
+_NONE, _LENGTH, _CHUNKED, _UNTIL_CLOSE = Framing.NONE, Framing.LENGTH, Framing.CHUNKED, Framing.UNTIL_CLOSE
 _PLAIN_TEXT = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+")
+_COMMON_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te"))  # name no line that is not dropped anyway
 
 
-class _HeadParser:
-    """What llhttp's callbacks have in common for requests and responses."""
+class _RequestEvents:
+    """llhttp's callbacks. A callback that a class does not have costs nothing."""
 
-    __slots__ = ("complete", "kept", "lines", "special")
-
-    def __init__(self, special: frozenset[bytes]) -> None:
-        self.special = special
-        self.kept: list[tuple[bytes, bytes]] = []  # (lower-case name, line with its CRLF)
-        self.lines: list[tuple[bytes, bytes]] = []  # special ones: (lower-case name, value)
-        self.complete = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        if lower in self.special:
-            self.lines.append((lower, value.strip()))
-        else:
-            self.kept.append((lower, b"%b: %b\r\n" % (name, value)))
-
-    def on_headers_complete(self) -> None:
-        self.complete = True
-
-
-class _RequestParser(_HeadParser):
-    __slots__ = ("target",)
+    __slots__ = ("complete", "target")
 
     def __init__(self) -> None:
-        super().__init__(_REQUEST_SPECIAL)
+        self.complete = False
         self.target = b""
 
     def on_url(self, url: bytes) -> None:
         self.target += url
 
+    def on_headers_complete(self) -> None:
+        self.complete = True
 
-class _ResponseParser(_HeadParser):
-    __slots__ = ("phrase",)
+
+class _ResponseEvents:
+    __slots__ = ("complete", "phrase")
 
     def __init__(self) -> None:
-        super().__init__(_RESPONSE_SPECIAL)
+        self.complete = False
         self.phrase = b""
 
     def on_status(self, phrase: bytes) -> None:
         self.phrase += phrase
 
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
 
 class RequestHead:
-    """One request's head, with everything hop-by-hop already taken out of `kept`."""
+    """One request's head. `kept`: the lines that pass on, hop-by-hop ones taken out."""
 
     __slots__ = (
         "content_length",
+        "content_type",
         "expect",
         "forwarded_for",
         "framing",
@@ -110,37 +75,36 @@ class RequestHead:
         "upgrade",
     )
 
-    def __init__(self) -> None:
-        self.method = b""
-        self.target = b""  # origin-form
-        self.path = b""  # the target without its query
+    def __init__(self, method: bytes, target: bytes, lines: HeadLines) -> None:
+        self.method = method
+        self.target = target  # origin-form, once normalized
+        self.path = target  # the target without its query
         self.http_1_0 = False
-        self.host: bytes | None = None
-        self.kept: list[tuple[bytes, bytes]] = []
-        self.framing = Framing.NONE
-        self.content_length = 0
         self.keep_alive = True
-        self.expect: bytes | None = None
+        self.framing = _NONE
+        self.content_length = 0
         self.upgrade: bytes | None = None  # the Upgrade value, where Connection lists it too
-        self.request_id: bytes | None = None
-        self.forwarded_for: bytes | None = None
+        self.kept = lines.kept
+        self.host = lines.host
+        self.expect = lines.expect
+        self.request_id = lines.request_id
+        self.forwarded_for = lines.forwarded_for
+        self.content_type = lines.content_type or b""
 
     def header(self, name: bytes) -> bytes | None:
         """The first end-to-end header of this lower-case name."""
-        for lower, line in self.kept:
-            if lower == name:
-                return line[len(name) + 1 : -2].strip()
-        return None
+        return find_header(self.kept, name)
 
 
 class ResponseHead:
-    """One response's head. `content_type` and `date` stand apart because they are looked at."""
+    """One response's head. `kept`: the lines that pass on; framing and connection are rendered anew."""
 
     __slots__ = (
         "content_length",
         "content_type",
-        "date",
+        "event_stream",
         "framing",
+        "has_date",
         "keep_alive",
         "kept",
         "phrase",
@@ -148,20 +112,17 @@ class ResponseHead:
         "upgrade",
     )
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, phrase: bytes, lines: HeadLines) -> None:
         self.status = status
-        self.phrase = b""
-        self.kept: list[tuple[bytes, bytes]] = []
-        self.framing = Framing.UNTIL_CLOSE
+        self.phrase = phrase
+        self.kept = lines.kept
+        self.framing = _UNTIL_CLOSE
         self.content_length: int | None = None  # as said, also where no body follows (HEAD, 304)
-        self.content_type = b""
-        self.date: bytes | None = None
+        self.content_type = lines.content_type or b""
+        self.event_stream = self.content_type.startswith(b"text/event-stream")
+        self.has_date = lines.date is not None
         self.keep_alive = True
         self.upgrade: bytes | None = None
-
-    @property
-    def event_stream(self) -> bool:
-        return self.content_type.startswith(b"text/event-stream")
 
 
 class BadResponse(ValueError):
@@ -170,8 +131,9 @@ class BadResponse(ValueError):
 
 def parse_request_head(raw: bytes) -> RequestHead:
     """The head in `raw`, which ends with its CRLF CRLF. Raises RouterError with the status that the fault deserves."""
-    seen = _RequestParser()
-    parser = httptools.HttpRequestParser(seen)
+    events = _RequestEvents()
+    parser = httptools.HttpRequestParser(events)
+    fault = ""
     try:
         parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
@@ -179,71 +141,58 @@ def parse_request_head(raw: bytes) -> RequestHead:
     except httptools.HttpParserInvalidMethodError:
         raise bad_request("The request method is not known.", code="invalid_method")
     except httptools.HttpParserError as e:
-        if not any(name == b"transfer-encoding" for name, _ in seen.lines) or any(
-            name == b"content-length" for name, _ in seen.lines
-        ):
-            raise bad_request(f"The request head is not valid HTTP/1.1: {e}", code="invalid_http")
-        # llhttp refuses codings of which the last is not chunked; which status that is, is decided below
-    head = RequestHead()
-    head.method = parser.get_method()
-    head.target = seen.target
-    _read_request_lines(head, seen)
-    if not seen.complete:
-        raise bad_request("The request head is not valid HTTP/1.1.", code="invalid_http")
+        fault = str(e)
+    try:
+        lines = sort_lines(raw, True)
+    except ValueError as e:
+        raise _invalid(fault or str(e))
+    coding = lines.transfer_encoding
+    if fault and not (events.complete and coding is not None and lines.content_length < 0):
+        raise _invalid(fault)
+    if not events.complete:
+        raise _invalid("it is no request")
+    if coding is not None and coding != b"chunked":  # llhttp calls some of these a fault, others not
+        raise RouterError(501, "transfer_encoding", "Of the transfer codings only `chunked` is spoken here.")
+    head = RequestHead(parser.get_method(), events.target, lines)
     version = parser.get_http_version()
     if version == "1.0":
         head.http_1_0 = True
         head.keep_alive = False
-        if head.framing is Framing.CHUNKED:
-            raise bad_request("Transfer-Encoding in an HTTP/1.0 request.", code="invalid_http")
+        if coding is not None:
+            raise _invalid("HTTP/1.0 has no transfer codings")
     elif version != "1.1":
         raise RouterError(505, "http_version", f"HTTP/{version} is not spoken here.")
     if head.method == b"CONNECT":
         raise RouterError(405, "method_not_allowed", "CONNECT is not offered.")
-    _normalize_target(head)
-    if head.host is None and not head.http_1_0:
-        raise bad_request("The Host header is missing.", code="invalid_http")
-    return head
-
-
-def _read_request_lines(head: RequestHead, seen: _RequestParser) -> None:
-    head.kept = seen.kept
-    connection = b""
-    upgrade = None
-    coding = None
-    for name, value in seen.lines:
-        if name == b"host":
-            if head.host is not None:
-                raise bad_request("More than one Host header.", code="invalid_http")
-            if value and not _HOST.fullmatch(value):
-                raise bad_request("The Host header is not a host.", code="invalid_http")
-            head.host = value
-        elif name == b"content-length":
-            head.content_length = int(value)  # llhttp saw to it that it is one number, once, without a coding
-            head.framing = Framing.LENGTH
-        elif name == b"connection":
-            connection = connection + b"," + value.lower() if connection else value.lower()
-        elif name == b"transfer-encoding":
-            coding = value.lower() if coding is None else coding + b", " + value.lower()
-        elif name == b"x-request-id":
-            head.request_id = head.request_id or value
-        elif name == b"x-forwarded-for":
-            head.forwarded_for = value if head.forwarded_for is None else head.forwarded_for + b", " + value
-        elif name == b"expect":
-            head.expect = value.lower()
-        elif name == b"upgrade":
-            upgrade = value
     if coding is not None:
-        if coding != b"chunked":
-            raise RouterError(501, "transfer_encoding", "Of the transfer codings only `chunked` is spoken here.")
-        head.framing = Framing.CHUNKED
-    if connection:
-        options = {option.strip() for option in connection.split(b",")}
+        head.framing = _CHUNKED
+    elif lines.content_length >= 0:
+        head.framing = _LENGTH
+        head.content_length = lines.content_length
+    if lines.connection is not None:
+        options = _options(lines.connection)
         if b"close" in options:
             head.keep_alive = False
         if b"upgrade" in options:
-            head.upgrade = upgrade
-        head.kept = _without(head.kept, options)
+            head.upgrade = lines.upgrade
+        if not options <= _COMMON_OPTIONS:
+            head.kept = drop_headers(head.kept, options)
+    if lines.hosts > 1:
+        raise _invalid("more than one Host")
+    if head.host and not _HOST.fullmatch(head.host):
+        raise _invalid("its Host is no host")
+    _normalize_target(head)
+    if head.host is None and not head.http_1_0:
+        raise _invalid("Host is missing")
+    return head
+
+
+def _invalid(why: str) -> RouterError:
+    return bad_request(f"The request head is not valid HTTP/1.1: {why}.", code="invalid_http")
+
+
+def _options(connection: bytes) -> set[bytes]:
+    return {option.strip() for option in connection.split(b",")}
 
 
 def _normalize_target(head: RequestHead) -> None:
@@ -251,18 +200,19 @@ def _normalize_target(head: RequestHead) -> None:
     if not target.startswith(b"/") and target != b"*":
         scheme, separator, rest = target.partition(b"://")
         if not separator or scheme.lower() not in (b"http", b"https"):
-            raise bad_request("The request target is neither a path nor an http URL.", code="invalid_http")
+            raise _invalid("its target is neither a path nor an http URL")
         authority, slash, path = rest.partition(b"/")
         if not slash:
             authority, mark, query = rest.partition(b"?")
             path = mark + query
         if not authority or b"@" in authority or not _HOST.fullmatch(authority):
-            raise bad_request("The request target has no valid host.", code="invalid_http")
+            raise _invalid("its target has no valid host")
         head.host = authority
         target = b"/" + path
-    target = target.partition(b"#")[0] or b"/"
+    if b"#" in target:
+        target = target.partition(b"#")[0] or b"/"
     head.target = target
-    head.path = target.partition(b"?")[0]
+    head.path = target.partition(b"?")[0] if b"?" in target else target
 
 
 def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
@@ -270,68 +220,50 @@ def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
 
     Raises BadResponse.
     """
-    seen = _ResponseParser()
-    parser = httptools.HttpResponseParser(seen)
+    events = _ResponseEvents()
+    parser = httptools.HttpResponseParser(events)
     try:
         parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
         pass
     except httptools.HttpParserError as e:
         raise BadResponse(str(e)) from None
-    if not seen.complete:
+    if not events.complete:
         raise BadResponse("incomplete head")
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
         raise BadResponse(f"HTTP/{version}")
-    if not _PLAIN_TEXT.fullmatch(seen.phrase):
+    if not _PLAIN_TEXT.fullmatch(events.phrase):
         raise BadResponse("control bytes in the reason phrase")
-    head = ResponseHead(parser.get_status_code())
-    head.phrase = seen.phrase
-    head.kept = seen.kept
+    try:
+        lines = sort_lines(raw, False)
+    except ValueError as e:
+        raise BadResponse(str(e)) from None
+    head = ResponseHead(parser.get_status_code(), events.phrase, lines)
     head.keep_alive = version == "1.1"
-    connection = b""
-    upgrade = coding = None
-    for name, value in seen.lines:
-        if name == b"content-length":
-            head.content_length = int(value)
-            head.framing = Framing.LENGTH
-        elif name == b"content-type":
-            head.content_type = value
-        elif name == b"transfer-encoding":
-            coding = value.lower() if coding is None else coding + b", " + value.lower()
-        elif name == b"date":
-            head.date = head.date or value
-        elif name == b"connection":
-            connection = connection + b"," + value.lower() if connection else value.lower()
-        elif name == b"upgrade":
-            upgrade = value
-    if coding is not None:
-        if coding != b"chunked":
+    if lines.content_length >= 0:
+        head.content_length = lines.content_length
+        head.framing = _LENGTH
+    if lines.transfer_encoding is not None:
+        if lines.transfer_encoding != b"chunked":
             raise BadResponse("a transfer coding other than chunked")
-        head.framing = Framing.CHUNKED
-    if connection:
-        options = {option.strip() for option in connection.split(b",")}
+        head.framing = _CHUNKED
+    if lines.connection is not None:
+        options = _options(lines.connection)
         if b"close" in options:
             head.keep_alive = False
         elif b"keep-alive" in options:
             head.keep_alive = True
         if b"upgrade" in options:
-            head.upgrade = upgrade
-        head.kept = _without(head.kept, options)
-    if to_head or head.status in (204, 304) or head.status < 200:
-        if head.framing is not Framing.LENGTH and head.framing is not Framing.CHUNKED:
-            head.content_length = None
-        head.framing = Framing.NONE
-    elif head.framing is Framing.UNTIL_CLOSE:
+            head.upgrade = lines.upgrade
+        if not options <= _COMMON_OPTIONS:
+            head.kept = drop_headers(head.kept, options)
+    status = head.status
+    if to_head or status < 200 or status == 204 or status == 304:
+        head.framing = _NONE
+    elif head.framing is _UNTIL_CLOSE:
         head.keep_alive = False
     return head
-
-
-def _without(kept: list[tuple[bytes, bytes]], options: set[bytes]) -> list[tuple[bytes, bytes]]:
-    """`kept` without the headers that Connection names as hop-by-hop."""
-    if options <= {b"close", b"keep-alive", b"upgrade", b"te"}:
-        return kept
-    return [line for line in kept if line[0] not in options]
 
 
 def render_request_head(
@@ -343,41 +275,41 @@ def render_request_head(
     default_host: bytes,
     api_key: bytes | None,
 ) -> bytes:
-    """The head for an engine. `body_bytes`: the body's length; `peer`: the client's address."""
-    parts = [head.method, b" ", head.target, b" HTTP/1.1\r\nHost: ", head.host or default_host, b"\r\n"]
-    if api_key is None:
-        parts.extend([line for _, line in head.kept])
-    else:
-        parts.extend([line for name, line in head.kept if name != b"authorization"])
-        parts.append(b"Authorization: Bearer %b\r\n" % api_key)
+    """The head for an engine. `body_bytes`: the body's length; `peer`: the client's address; `api_key`: takes the
+    place of the client's Authorization."""
+    kept = head.kept
+    if api_key is not None:
+        kept = b"%bAuthorization: Bearer %b\r\n" % (drop_headers(kept, {b"authorization"}), api_key)
     if head.upgrade is not None:
-        parts.append(b"Connection: Upgrade\r\nUpgrade: %b\r\n" % head.upgrade)
-    if head.framing is not Framing.NONE or body_bytes:
-        parts.append(b"Content-Length: %d\r\n" % body_bytes)
-    forwarded = peer if head.forwarded_for is None else head.forwarded_for + b", " + peer
-    parts.append(b"x-request-id: %b\r\nx-forwarded-for: %b\r\n\r\n" % (request_id, forwarded))
-    return b"".join(parts)
+        kept += b"Connection: Upgrade\r\nUpgrade: %b\r\n" % head.upgrade
+    if body_bytes or head.framing is not _NONE:
+        kept += b"Content-Length: %d\r\n" % body_bytes
+    return b"%b %b HTTP/1.1\r\nHost: %b\r\n%bx-request-id: %b\r\nx-forwarded-for: %b\r\n\r\n" % (
+        head.method,
+        head.target,
+        head.host or default_host,
+        kept,
+        request_id,
+        peer if head.forwarded_for is None else head.forwarded_for + b", " + peer,
+    )
 
 
 def render_response_head(head: ResponseHead, *, ours: bytes, date: bytes, dechunk: bool, close: bool) -> bytes:
     """The head for a client. `ours`: our header lines; `date`: used where the engine sent none; `dechunk`: the body
     goes without its chunk framing (to an HTTP/1.0 client)."""
-    parts = [b"HTTP/1.1 %d %b\r\n" % (head.status, head.phrase)]
-    parts.append(b"date: %b\r\n" % (head.date or date))
-    parts.extend([line for _, line in head.kept])
-    if head.content_type:
-        parts.append(b"content-type: %b\r\n" % head.content_type)
     if head.content_length is not None and head.status >= 200 and head.status != 204:
-        parts.append(b"content-length: %d\r\n" % head.content_length)
-    elif head.framing is Framing.CHUNKED and not dechunk:
-        parts.append(b"transfer-encoding: chunked\r\n")
+        framing = b"content-length: %d\r\n" % head.content_length
+    elif head.framing is _CHUNKED and not dechunk:
+        framing = b"transfer-encoding: chunked\r\n"
+    else:
+        framing = b""
+    if not head.has_date:
+        framing += b"date: %b\r\n" % date
     if head.upgrade is not None and head.status == 101:
-        parts.append(b"connection: upgrade\r\nupgrade: %b\r\n" % head.upgrade)
+        framing += b"connection: upgrade\r\nupgrade: %b\r\n" % head.upgrade
     elif close:
-        parts.append(b"connection: close\r\n")
-    parts.append(ours)
-    parts.append(b"\r\n")
-    return b"".join(parts)
+        framing += b"connection: close\r\n"
+    return b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (head.status, head.phrase, head.kept, framing, ours)
 
 
 _PHRASES = {
