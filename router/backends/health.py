@@ -212,7 +212,6 @@ class HealthMonitor:
         # The state is looked at again: check_now may have found it dead meanwhile.
         if returns and watch.failures == 0 and backend.state in (State.STARTING, State.DOWN):
             self._registry.set_state(backend, State.UP, "")
-            logger.info("backend %s is up", backend.name)
 
     async def _checked_now(self, backend: Backend, watch: _Watch) -> bool:
         try:
@@ -229,7 +228,6 @@ class HealthMonitor:
             self._registry.set_state(backend, backend.state, why)
         elif watch.failures >= enough:
             self._registry.set_state(backend, State.DOWN, why)
-            logger.warning("backend %s is down: %s", backend.name, why)
 
     # --- questions
 
@@ -271,7 +269,6 @@ class HealthMonitor:
         before = backend.report
         backend.report = report
         if _restarted(before, report):
-            logger.info("the engine of backend %s was restarted", backend.name)
             before = EngineReport()
             self._on_restart(backend)
         self._on_report(backend, before, report)

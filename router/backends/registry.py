@@ -44,9 +44,12 @@ class BackendRemoved:
 
 @dataclass(frozen=True, slots=True)
 class StateChanged:
+    """`why` as it was given with this change; `backend.why` may have gone on by the time of delivery."""
+
     backend: Backend
     before: State
     after: State
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +275,7 @@ class Registry:
         if backend.state is state:
             return False
         before, backend.state = backend.state, state
-        self._changed(StateChanged(backend, before, state))
+        self._changed(StateChanged(backend, before, state, backend.why))
         return True
 
     def set_models(self, backend: Backend, entries: Iterable[dict[str, Any]]) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.backends.backend import Backend, State
 from router.backends.in_flight import InFlight
@@ -490,6 +492,19 @@ def test_changes_made_by_a_subscriber_are_told_in_order_to_all(registry: Registr
     assert first == second == ["BackendAdded", "StateChanged"]
 
 
+def test_a_change_of_state_carries_its_own_reason(registry: Registry) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def reacting(event: FleetEvent) -> None:
+        if isinstance(event, StateChanged) and event.after is State.EJECTED:
+            registry.set_state(event.backend, State.TRIAL, "on trial")
+
+    registry.subscribe(reacting)
+    registry.subscribe(lambda e: seen.append((e.why, e.backend.why)) if isinstance(e, StateChanged) else None)
+    registry.set_state(registry.add("a", "http://a"), State.EJECTED, "silent")
+    assert seen == [("silent", "on trial"), ("on trial", "on trial")]
+
+
 def test_an_ended_subscription_hears_no_more(registry: Registry) -> None:
     events: list[FleetEvent] = []
     unsubscribe = registry.subscribe(events.append)
@@ -507,3 +522,69 @@ def test_close_leaves_no_timer(registry: Registry, clock: VirtualClock) -> None:
     registry.close()
     assert clock.pending == 0
     guard.release()
+
+
+NAMES = ["a", "b", "c"]
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from(NAMES), st.sampled_from([None, ["m"], ["n", "x"]])),
+        st.tuples(st.just("models"), st.sampled_from(NAMES), st.sets(st.sampled_from(["m", "n", "x"]))),
+        st.tuples(st.just("state"), st.sampled_from(NAMES), st.sampled_from(list(State))),
+        st.tuples(st.sampled_from(["drain", "undrain", "remove", "use", "free"]), st.sampled_from(NAMES), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(operations)
+def test_whatever_happens_the_pools_are_what_a_scan_of_the_fleet_gives(script: list[tuple[str, str, Any]]) -> None:
+    clock = VirtualClock()
+    registry = Registry(clock)
+    held: dict[str, list[InFlight]] = {name: [] for name in NAMES}
+    for operation, name, argument in script:
+        backend = registry.get(name)
+        if operation == "add":
+            if backend is None:
+                held[name] = []
+                registry.add(name, f"http://{name}", models=argument)
+        elif backend is None:
+            continue
+        elif operation == "models":
+            registry.set_models(backend, [entry(model) for model in sorted(argument)])
+        elif operation == "state":
+            registry.set_state(backend, argument, "because")
+        elif operation == "use":
+            held[name].append(InFlight(backend))
+        elif operation == "free":
+            while held[name]:
+                held[name].pop().release()
+        elif operation != "undrain" or not backend.deleted:
+            getattr(registry, operation)(name)
+        clock.advance(1)
+        staying = [b for b in registry.backends if not b.deleted]
+        known = sorted({model for b in staying for model in b.models})
+        assert registry.known_models() == known
+        assert [e["id"] for e in sorted(listed(registry), key=lambda e: str(e["id"]))] == known
+        for model in ("m", "n", "x"):
+            pool = registry.pool(model)
+            members = [b for b in staying if model in b.models]
+            assert (pool is not None) == bool(members)
+            if pool is not None:
+                assert list(pool.members) == members
+                assert list(pool.candidates) == [b for b in members if b.serving]
+                assert pool.needs_filter == any(b.state is State.TRIAL for b in pool.candidates)
+                assert pool.listed_by == len(members)
+        assert list(registry.any_pool().members) == staying
+        assert all(b.in_flight or not b.deleted for b in registry.backends)
+        default = registry.default_pool()
+        assert (default is not None) == (len(known) == 1)
+    for guards in held.values():
+        for guard in guards:
+            guard.release()
+    for name in NAMES:
+        if registry.get(name) is not None:
+            registry.remove(name)
+    clock.advance(1)
+    assert registry.backends == ()
+    assert registry.known_models() == []
+    assert clock.pending == 0
