@@ -17,6 +17,9 @@ class State(StrEnum):
     DOWN = "down"  # its health checks fail
 
 
+_SERVING = (State.UP, State.TRIAL)  # looked up once: a member of an enum costs more to name than to compare
+
+
 @dataclass(slots=True)
 class EngineReport:
     """What the engine last said in /metrics, summed over its `engine` labels. Counters are totals, in tokens.
@@ -79,7 +82,7 @@ class Backend:
 
     @property
     def serving(self) -> bool:
-        return not self.draining and self.state in (State.UP, State.TRIAL)
+        return not self.draining and self.state in _SERVING
 
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state.value} in_flight={self.in_flight}>"

@@ -112,9 +112,10 @@ class Pool:
 
     def _renew(self) -> None:
         serves = self._serves
-        self._members = tuple(b for b in self._registry.backends if not b.deleted and serves(b))
-        self._candidates = tuple(b for b in self._members if b.serving)
-        self._needs_filter = any(b.state is State.TRIAL for b in self._candidates)
+        self._members = tuple([b for b in self._registry.backends if not b.deleted and serves(b)])
+        self._candidates = tuple([b for b in self._members if b.serving])
+        trial = State.TRIAL
+        self._needs_filter = any(b.state is trial for b in self._candidates)
         self._version = self._registry.version
 
     def __repr__(self) -> str:
@@ -142,6 +143,7 @@ class Registry:
         self._undelivered: deque[FleetEvent] = deque()
         self._delivering = False
         self._reaper: TimerHandle | None = None
+        self._models_version = 0  # grows where the models of those that are to stay may have changed
         self.version = 0
 
     # --- reading
@@ -167,8 +169,8 @@ class Registry:
 
     def default_pool(self) -> Pool | None:
         """For a body that names no model: the pool of the fleet's only base model, None where there are several."""
-        if self._default_version != self.version:
-            self._default_version = self.version
+        if self._default_version != self._models_version:
+            self._default_version = self._models_version
             names = self._only_base_model()
             if names is None:
                 self._default_pool = None
@@ -181,8 +183,8 @@ class Registry:
 
     def known_models(self) -> list[str]:
         """Sorted. A model stays known while a backend that is to stay listed it last, be that backend up or down."""
-        if self._known_version != self.version:
-            self._known_version = self.version
+        if self._known_version != self._models_version:
+            self._known_version = self._models_version
             self._known = sorted(self._pools)
         return list(self._known)
 
@@ -193,8 +195,8 @@ class Registry:
 
     def listing(self) -> bytes:
         """The answer to GET /v1/models: the union over the fleet, each entry as the first engine with it gave it."""
-        if self._listing_version != self.version:
-            self._listing_version = self.version
+        if self._listing_version != self._models_version:
+            self._listing_version = self._models_version
             entries: dict[str, dict[str, Any]] = {}
             for backend in self._snapshot:
                 if backend.deleted:
@@ -341,6 +343,8 @@ class Registry:
 
     def _changed(self, event: FleetEvent) -> None:
         self.version += 1
+        if not isinstance(event, StateChanged):
+            self._models_version += 1
         self._undelivered.append(event)
         if self._delivering:
             return
@@ -396,16 +400,21 @@ class Registry:
         names: list[str] = []
         group_of: dict[Sign, int] = {}
         groups: list[set[Sign]] = []
+        seen: set[tuple[str, object]] = set()
         for backend in self._snapshot:
             if backend.deleted:
                 continue
             for model, entry in backend.models.items():
                 if entry.get("parent"):
                     continue
+                root = entry.get("root") if isinstance(entry.get("root"), str) else None
+                if (model, root) in seen:
+                    continue
+                seen.add((model, root))
                 if ("name", model) not in group_of:
                     names.append(model)
                 signs = {("name", model)}
-                if isinstance(root := entry.get("root"), str):
+                if root is not None:
                     signs.add(("root", root))
                 _join(signs, group_of, groups)
         return names if sum(bool(group) for group in groups) == 1 else None
