@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-import aiohttp
 import orjson
 import uvloop
 
@@ -19,7 +18,7 @@ from router import __version__
 from router.admin import AdminServer
 from router.backends.backend import Backend, EngineReport
 from router.backends.ejection import SILENT, Ejector
-from router.backends.health import HealthMonitor
+from router.backends.health import HealthMonitor, poll_session
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
 from router.clock import SystemClock
 from router.config import Config
@@ -66,7 +65,7 @@ class Gateway:
         self.registry.subscribe(self._on_fleet_event)
         self.ejector = Ejector(self.registry, clock, config.health)
         self.health = HealthMonitor(
-            self.registry, aiohttp.ClientSession, clock, config.health, self._on_report, self._on_restart
+            self.registry, poll_session, clock, config.health, self._on_report, self._on_restart
         )
         self.access_log = (
             AccessLog(self.metrics, sys.stdout.fileno(), config.log.format == "json") if config.log.access else None
@@ -196,11 +195,11 @@ class Gateway:
                 backend.name,
                 event.before,
                 event.after,
-                f" ({backend.why})" if backend.why else "",
+                f" ({event.why})" if event.why else "",
             )
             if not backend.serving:
                 self.services.pool.drop(backend)
-                if backend.why == SILENT:
+                if event.why == SILENT:
                     for exchange in list(self.services.exchanges):
                         exchange.on_backend_silent(backend)
         if hasattr(self, "services"):

@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import orjson
 
+NAMED_MODELS = 32  # in an error; a fleet may know thousands of adapters
+
 
 class Source(StrEnum):
     """Whose doing it is."""
@@ -69,7 +71,9 @@ def bad_request(message: str, *, code: str = "bad_request", param: str | None = 
 
 
 def model_not_found(model: str, known: list[str]) -> RouterError:
-    names = ", ".join(known) if known else "none"
+    names = ", ".join(known[:NAMED_MODELS]) if known else "none"
+    if len(known) > NAMED_MODELS:
+        names += f" and {len(known) - NAMED_MODELS} more"
     return RouterError(
         404,
         "model_not_found",

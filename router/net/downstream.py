@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PIPELINE_LIMIT_BYTES = 65536  # sent ahead of its turn; beyond it reading pauses
 WRITE_HIGH_WATER_BYTES = 65536  # unsent to a slow client; beyond it reading from the engine pauses
+TIMER_STEP_S = 0.001  # the loop's timers are no finer
 LINGER_S = 2.0  # how long a refused client may still send before its connection is cut
 FLUSH_S = 30.0  # how long a closed connection may take to hand over its last bytes
 LINGER_LIMIT_BYTES = 16 * 1024 * 1024
@@ -70,8 +71,8 @@ class Downstream(asyncio.Protocol):
         self._reading_paused = False
         self._draining = False
         self._lingered_bytes = 0
-        # one timer for all deadlines, moved lazily: a deadline that moves on costs an attribute
-        self._deadline: float | None = None
+        # one timer for all deadlines of the connection, moved lazily
+        self.deadline: float | None = None
         self._timer: TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -84,7 +85,7 @@ class Downstream(asyncio.Protocol):
         if isinstance(peer, tuple):
             self.peer = str(peer[0]).encode("ascii", "replace")
         self._connections.add(self)
-        self._set_deadline(self._limits.client_keepalive_s)
+        self.set_deadline(self._limits.client_keepalive_s)
 
     def data_received(self, data: bytes) -> None:
         stage = self._stage
@@ -143,7 +144,7 @@ class Downstream(asyncio.Protocol):
             return
         if end < 0:
             if not self._scanned:
-                self._set_deadline(self._limits.client_body_s)
+                self.set_deadline(self._limits.client_body_s)
             self._scanned = len(buffer)
             return
         self._scanned = 0
@@ -171,8 +172,9 @@ class Downstream(asyncio.Protocol):
         self._body_bytes = 0
         if head.framing is Framing.CHUNKED:
             self._framer = BodyFramer(Framing.CHUNKED)
-        self._set_deadline(self._limits.client_body_s)
-        if self._buffer:
+        if not self._buffer:
+            self.set_deadline(self._limits.client_body_s)
+        else:
             data, self._buffer = self._buffer, b""
             self._read_body(data)
 
@@ -180,7 +182,6 @@ class Downstream(asyncio.Protocol):
         exchange, head = self._exchange, self._head
         assert exchange is not None
         assert head is not None
-        self._set_deadline(self._limits.client_body_s)
         if self._framer is not None:
             try:
                 used = self._framer.feed_into(data, self._chunked_body)
@@ -196,11 +197,14 @@ class Downstream(asyncio.Protocol):
                 self._chunked_body = bytearray()
                 self._framer = None
                 self._hand_over(exchange, body)
+            else:
+                self.set_deadline(self._limits.client_body_s)
             return
         missing = head.content_length - self._body_bytes
         if len(data) < missing:
             self._pieces.append(data)
             self._body_bytes += len(data)
+            self.set_deadline(self._limits.client_body_s)
             return
         if len(data) > missing:
             self._buffer = data[missing:]
@@ -213,7 +217,7 @@ class Downstream(asyncio.Protocol):
 
     def _hand_over(self, exchange: DownstreamEvents, body: bytes) -> None:
         self._stage = _Stage.BUSY
-        self._deadline = None
+        self.deadline = None
         if len(self._buffer) > PIPELINE_LIMIT_BYTES:
             self._pause_reading()
         exchange.on_request(body)
@@ -245,7 +249,7 @@ class Downstream(asyncio.Protocol):
             self._close()
         else:
             self._stage = _Stage.HEAD
-            self._set_deadline(self._limits.client_keepalive_s)
+            self.set_deadline(self._limits.client_keepalive_s)
             if self._reading_paused:
                 self._resume_reading()
             if self._buffer:
@@ -293,7 +297,7 @@ class Downstream(asyncio.Protocol):
         """The client is gone: whatever is under way has nobody to answer to."""
         exchange, self._exchange = self._exchange, None
         self._stage = _Stage.CLOSED
-        self._deadline = None
+        self.deadline = None
         self._buffer = b""
         self._pieces = []
         self._chunked_body = bytearray()
@@ -304,7 +308,7 @@ class Downstream(asyncio.Protocol):
         self._stage = _Stage.CLOSED
         if self._transport is not None:
             self._transport.close()
-            self._set_deadline(FLUSH_S)
+            self.set_deadline(FLUSH_S)
 
     def _linger(self) -> None:
         """Closing with unread bytes would reset the connection and may take the answer with it: read on a little."""
@@ -316,7 +320,7 @@ class Downstream(asyncio.Protocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._resume_reading()
-        self._set_deadline(LINGER_S)
+        self.set_deadline(LINGER_S)
 
     def _pause_reading(self) -> None:
         if not self._reading_paused and self._transport is not None:
@@ -328,8 +332,10 @@ class Downstream(asyncio.Protocol):
             self._reading_paused = False
             self._transport.resume_reading()
 
-    def _set_deadline(self, delay_s: float) -> None:
-        deadline = self._deadline = self._clock.now() + delay_s
+    def set_deadline(self, delay_s: float) -> None:
+        """When the present state has lasted too long. An exchange sets its own while the request is its; a deadline
+        that only moves on may be written to `deadline` (clock time), as the timer looks there when it fires."""
+        deadline = self.deadline = self._clock.now() + delay_s
         if self._timer is None or self._timer_at > deadline:
             if self._timer is not None:
                 self._timer.cancel()
@@ -338,17 +344,20 @@ class Downstream(asyncio.Protocol):
 
     def _on_timer(self) -> None:
         self._timer = None
-        deadline = self._deadline
+        deadline = self.deadline
         if deadline is None:
             return
         left = deadline - self._clock.now()
         if left > 0:
-            self._timer = self._clock.call_later(left, self._on_timer)
+            self._timer = self._clock.call_later(max(left, TIMER_STEP_S), self._on_timer)
             self._timer_at = deadline
             return
-        self._deadline = None
+        self.deadline = None
         if self._stage is _Stage.HEAD and not self._buffer:
             self._close()
+        elif self._stage in (_Stage.BUSY, _Stage.TUNNEL):
+            if self._exchange is not None:
+                self._exchange.on_deadline()
         elif self._stage is _Stage.HEAD:
             self._refuse_head(_too_slow("head"))
         elif self._stage is _Stage.BODY:

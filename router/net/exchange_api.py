@@ -26,6 +26,9 @@ class DownstreamEvents(Protocol):
     def on_client_gone(self) -> None:
         """The client left; nothing can be sent any more."""
 
+    def on_deadline(self) -> None:
+        """The deadline that the exchange set on its connection has passed."""
+
     def on_client_slow(self) -> None:
         """The client reads slower than the engine writes."""
 

@@ -109,21 +109,15 @@ class Upstream(asyncio.Protocol):
             self.discard()
             return
         self._any_byte = True
-        if self._tunnel:
-            events.on_response_body(data)
-            return
         if self._reading_head:
             rest = self._read_head(data)
-            if rest is None:
-                return
-            events = self._events
-            if events is None:
+            if rest is None or self._events is not events:  # no head yet, or the exchange ended at the sight of it
                 return
             data = rest
-            if self._tunnel:
-                if data:
-                    events.on_response_body(data)
-                return
+        if self._tunnel:
+            if data:
+                events.on_response_body(data)
+            return
         framer = self.framer
         assert framer is not None
         if data and not framer.done:

@@ -9,35 +9,58 @@ import os
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 import orjson
 
 from router.metrics import Metrics
 
 PENDING_LIMIT = 20_000  # lines; beyond it lines are dropped and counted
-BATCH_S = 0.02
+BATCH_S = 0.05
+PATH_LIMIT, ID_LIMIT = 256, 128  # characters that a client can put into a line
+
+
+class AccessLine(NamedTuple):
+    """One exchange as it ended. Times in seconds; None and "" are left out of the line."""
+
+    client: bytes
+    method: bytes
+    path: bytes
+    status: int
+    ended: str  # by whom @ in which phase
+    model: str
+    backend: str
+    reason: str
+    matched: int | None  # tokens predicted
+    load: int  # in flight on the backend at the choice
+    attempts: int
+    queue_s: float
+    ttft_s: float | None
+    total_s: float
+    bytes: int
+    id: bytes
 
 
 class AccessLog:
-    """`format`: text | json. `close()` writes what is left."""
+    """`json_lines`: JSON, else name=value. `close()` writes what is left."""
 
     def __init__(self, metrics: Metrics, fd: int, json_lines: bool) -> None:
         self._metrics = metrics
         self._fd = fd
-        self._json = json_lines
-        self._pending: deque[tuple[float, dict[str, object]]] = deque()
+        self._render = _json_line if json_lines else _text_line
+        self._pending: deque[tuple[float, AccessLine]] = deque()
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
 
-    def write(self, fields: dict[str, object]) -> None:
-        """`fields` in the order of the line; None values are left out."""
-        if len(self._pending) >= PENDING_LIMIT:
+    def write(self, line: AccessLine) -> None:
+        pending = self._pending
+        if len(pending) >= PENDING_LIMIT:
             self._metrics.access_lines_dropped += 1
             return
-        self._pending.append((time.time(), fields))
-        if not self._wake.is_set():
+        pending.append((time.time(), line))
+        if len(pending) == 1:
             self._wake.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -58,8 +81,7 @@ class AccessLog:
     def _write_pending(self) -> None:
         lines = []
         while self._pending:
-            at, fields = self._pending.popleft()
-            lines.append(self._json_line(at, fields) if self._json else self._text_line(at, fields))
+            lines.append(self._render(*self._pending.popleft()))
         data = memoryview(b"".join(lines))
         while data:
             try:
@@ -68,15 +90,35 @@ class AccessLog:
                 self._metrics.access_lines_dropped += len(lines)
                 return
 
-    @staticmethod
-    def _text_line(at: float, fields: dict[str, object]) -> bytes:
-        words = [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)), "access"]
-        for name, value in fields.items():
-            if value is not None:
-                words.append(f"{name}={value:.4f}" if isinstance(value, float) else f"{name}={value}")
-        return " ".join(words).encode("utf-8", "replace") + b"\n"
 
-    @staticmethod
-    def _json_line(at: float, fields: dict[str, object]) -> bytes:
-        present = {name: value for name, value in fields.items() if value is not None}
-        return orjson.dumps({"time": at, "kind": "access", **present}) + b"\n"
+def _text_line(at: float, line: AccessLine) -> bytes:
+    head = (
+        f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at))} access client={_text(line.client)}"
+        f" method={_text(line.method)} path={_text(line.path[:PATH_LIMIT])} status={line.status} ended={line.ended}"
+    )
+    if line.backend:
+        head += f" model={line.model} backend={line.backend} reason={line.reason} matched={line.matched}"
+    if line.ttft_s is not None:
+        head += f" ttft_s={line.ttft_s:.4f}"
+    return (
+        f"{head} load={line.load} attempts={line.attempts} queue_s={line.queue_s:.4f} total_s={line.total_s:.4f}"
+        f" bytes={line.bytes} id={_text(line.id[:ID_LIMIT])}\n"
+    ).encode()
+
+
+def _json_line(at: float, line: AccessLine) -> bytes:
+    fields = line._asdict()
+    fields |= {"client": _text(line.client), "method": _text(line.method), "path": _text(line.path[:PATH_LIMIT])}
+    fields["id"] = _text(line.id[:ID_LIMIT])
+    present = {name: value for name, value in fields.items() if value is not None and value != ""}
+    return orjson.dumps({"time": at, "kind": "access", **present}) + b"\n"
+
+
+def _text(value: bytes) -> str:
+    """Printable without white space, so that no client breaks a line or adds a field."""
+    text = value.decode("ascii", "replace")
+    return (
+        text
+        if text.isprintable() and " " not in text
+        else "".join(c if c.isprintable() and c != " " else "?" for c in text)
+    )

@@ -21,10 +21,10 @@ from native.body_framing import BodyFramer, Framing
 from router.backends.backend import Backend, State
 from router.backends.in_flight import InFlight
 from router.backends.registry import Pool
-from router.clock import TimerHandle
 from router.errors import RouterError, Source, no_backend, queue_full, upstream_error, upstream_timeout
 from router.net.downstream import Downstream
 from router.net.upstream import Upstream
+from router.proxy.access_log import AccessLine
 from router.proxy.attempt import Attempt, HeldAnswer, LastFailure, StreamPeek
 from router.proxy.intake import describe_outage, read_routing
 from router.proxy.local_answers import JSON_TYPE, LocalAnswer, local_answer
@@ -57,7 +57,6 @@ class Exchange:
         "_bytes_out",
         "_cancel_check",
         "_client_slow",
-        "_deadline",
         "_dechunker",
         "_downstream",
         "_failure",
@@ -78,8 +77,6 @@ class Exchange:
         "_started_at",
         "_status",
         "_stream",
-        "_timer",
-        "_timer_at",
         "_tried",
         "_tunnel",
         "_upstream_body",
@@ -119,9 +116,6 @@ class Exchange:
         self._queued_s = 0.0
         self._first_byte_at: float | None = None
         self._last_byte_at = 0.0
-        self._deadline: float | None = None
-        self._timer: TimerHandle | None = None
-        self._timer_at = 0.0
         services.exchanges.add(self)
         if head is not None:
             self._enter(Phase.READ_BODY)
@@ -152,7 +146,7 @@ class Exchange:
         self._queued_at = now
         s.admission.enter(self)
         if self._phase is Phase.QUEUED:
-            self._set_deadline(s.settings.queue_timeout_s)
+            self._downstream.set_deadline(s.settings.queue_timeout_s)
 
     def on_refused(self, error: RouterError) -> None:
         if self._head is not None:
@@ -228,7 +222,7 @@ class Exchange:
         attempt = self._attempt
         assert attempt is not None
         self._enter(Phase.CONNECTING)
-        self._set_deadline(self._s.settings.connect_s)
+        self._downstream.set_deadline(self._s.settings.connect_s)
         attempt.connecting = self._s.connector.connect(attempt.choice.backend, self)
 
     def on_connected(self, upstream: Upstream) -> None:
@@ -267,7 +261,7 @@ class Exchange:
             default_host=b"%b:%d" % (backend.host.encode(), backend.port),
             api_key=backend.api_key.encode() if backend.api_key is not None else None,
         )
-        self._set_deadline(s.settings.first_byte_s)
+        self._downstream.set_deadline(s.settings.first_byte_s)
         upstream.send(self, raw, body, to_head=head.method == b"HEAD")
 
     def on_sent(self) -> None:
@@ -363,7 +357,7 @@ class Exchange:
         self._upstream_body = b""
         self._served_by = attempt.choice
         self._write_held(held)
-        self._set_deadline(s.settings.idle_s)
+        self._downstream.set_deadline(s.settings.idle_s)
 
     def _write_held(self, held: HeldAnswer) -> None:
         head = self._head
@@ -401,7 +395,7 @@ class Exchange:
         now = s.clock.now()
         s.metrics.itl.observe(now - self._last_byte_at)
         self._last_byte_at = attempt.choice.backend.last_byte_at = now
-        self._deadline = now + s.settings.idle_s  # the timer finds out when it fires
+        self._downstream.deadline = now + s.settings.idle_s
         if self._dechunker is not None:
             out = bytearray()
             self._dechunker.feed_into(data, out)
@@ -434,7 +428,7 @@ class Exchange:
 
     def on_tunnel_data(self, data: bytes) -> None:
         if self._attempt is not None and self._attempt.upstream is not None:
-            self._deadline = self._s.clock.now() + self._s.settings.idle_s
+            self._downstream.set_deadline(self._s.settings.idle_s)
             self._attempt.upstream.send_tunnel_data(data)
 
     def on_upstream_slow(self) -> None:
@@ -486,7 +480,7 @@ class Exchange:
         if held.head.status in BUSY_STATUSES:
             self._repeat_or_pass(repeat=True)
         else:
-            self._deadline = None
+            self._downstream.deadline = None  # a check has its own time limit
             self._cancel_check = self._s.check_engine(attempt.choice.backend, self._on_engine_checked)
 
     def _on_engine_checked(self, alive: bool) -> None:
@@ -536,7 +530,7 @@ class Exchange:
         self._queued_at = s.clock.now()
         s.admission.enter_again(self)
         if self._phase is Phase.QUEUED:
-            self._set_deadline(s.settings.queue_timeout_s)
+            self._downstream.set_deadline(s.settings.queue_timeout_s)
 
     def _give_up(self) -> None:
         """Nobody (else) can take it: what happened last is the answer."""
@@ -567,25 +561,7 @@ class Exchange:
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
-    def _set_deadline(self, delay_s: float) -> None:
-        """One timer serves all phases. A deadline that moves on costs an attribute: the timer looks when it fires."""
-        deadline = self._deadline = self._s.clock.now() + delay_s
-        if self._timer is None or self._timer_at > deadline:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._s.clock.call_later(delay_s, self._on_timer)
-            self._timer_at = deadline
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._deadline is None:
-            return
-        left = self._deadline - self._s.clock.now()
-        if left > 0:
-            self._timer = self._s.clock.call_later(left, self._on_timer)
-            self._timer_at = self._deadline
-            return
-        self._deadline = None
+    def on_deadline(self) -> None:
         try:
             self._on_deadline()
         except Exception:
@@ -716,10 +692,6 @@ class Exchange:
         phase = self._phase
         if phase is not Phase.DONE:
             self._enter(Phase.DONE)
-        self._deadline = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         total_s = s.clock.now() - self._started_at
         code = self._status or 499
         served_by = self._served_by
@@ -731,24 +703,24 @@ class Exchange:
         head = self._head
         if s.access_log is not None:
             s.access_log.write(
-                {
-                    "client": self._downstream.peer.decode("ascii", "replace"),
-                    "method": head.method.decode("ascii") if head is not None else None,
-                    "path": head.path[:256].decode("ascii", "replace") if head is not None else None,
-                    "status": code,
-                    "ended": f"{ended_by}@{phase}",
-                    "model": self.pool.model or None,
-                    "backend": backend or None,
-                    "reason": str(served_by.reason) if served_by is not None else None,
-                    "matched": served_by.matched_tokens if served_by is not None else None,
-                    "load": self._load,
-                    "attempts": self._attempts,
-                    "queue_s": self._queued_s,
-                    "ttft_s": self._first_byte_at - self._started_at if self._first_byte_at is not None else None,
-                    "total_s": total_s,
-                    "bytes": self._bytes_out,
-                    "id": self._request_id[:128].decode("ascii", "replace"),
-                }
+                AccessLine(
+                    self._downstream.peer,
+                    head.method if head is not None else b"-",
+                    head.path if head is not None else b"-",
+                    code,
+                    f"{ended_by}@{phase}",
+                    self.pool.model,
+                    backend,
+                    served_by.reason if served_by is not None else "",
+                    served_by.matched_tokens if served_by is not None else None,
+                    self._load,
+                    self._attempts,
+                    self._queued_s,
+                    self._first_byte_at - self._started_at if self._first_byte_at is not None else None,
+                    total_s,
+                    self._bytes_out,
+                    self._request_id,
+                )
             )
         self._downstream.exchange_done(head is not None and head.keep_alive)
         if s.on_idle is not None and not s.exchanges:

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
+    __hash__ = str.__hash__  # Enum's own is a Python function, and phases are looked up several times a request
+
     READ_HEAD = "read_head"
     READ_BODY = "read_body"
     QUEUED = "queued"
@@ -23,6 +25,8 @@ class Phase(StrEnum):
 
 
 class EndedBy(StrEnum):
+    __hash__ = str.__hash__
+
     CLIENT = "client"
     UPSTREAM = "upstream"
     GATEWAY = "gateway"

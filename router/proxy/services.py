@@ -20,6 +20,7 @@ from router.proxy.retry import RetryBudget
 from router.strategies.strategy import Need, Strategy
 
 if TYPE_CHECKING:
+    from router.proxy.access_log import AccessLine
     from router.proxy.exchange import Exchange
 
 
@@ -36,7 +37,7 @@ class PassiveHealth(Protocol):
 
 
 class AccessSink(Protocol):
-    def write(self, fields: dict[str, object]) -> None: ...
+    def write(self, line: AccessLine) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +95,15 @@ class Services:
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
     draining: bool = False
     on_idle: Callable[[], object] | None = None  # called when the last exchange ends
-    _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
+    need_prefix: bool = field(init=False)
+    need_session: bool = field(init=False)
+    _id_prefix: bytes = field(default_factory=lambda: os.urandom(8).hex().encode())
     _id_count: int = 0
 
-    @property
-    def need_prefix(self) -> bool:
-        return Need.PREFIX_BLOCKS in self.strategy.needs
-
-    @property
-    def need_session(self) -> bool:
-        return Need.SESSION_KEY in self.strategy.needs
+    def __post_init__(self) -> None:
+        self.need_prefix = Need.PREFIX_BLOCKS in self.strategy.needs
+        self.need_session = Need.SESSION_KEY in self.strategy.needs
 
     def next_request_id(self) -> bytes:
         self._id_count += 1
-        return f"{self._id_prefix}{self._id_count:08x}".encode()
+        return b"%b%08x" % (self._id_prefix, self._id_count)

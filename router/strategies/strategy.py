@@ -23,6 +23,8 @@ class Need(Enum):
 class Reason(StrEnum):
     """Why a backend was chosen. INTERFACE.md section 3 says what each means; also a metric label."""
 
+    __hash__ = str.__hash__  # Enum's own is a Python function
+
     ROUNDROBIN = "roundrobin"
     LEASTLOAD = "leastload"
     SESSION = "session"
