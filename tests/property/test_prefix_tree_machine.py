@@ -64,7 +64,9 @@ class Indices(RuleBasedStateMachine):
         assert self.tree.matched == self.reference.matched
         assert longest == max(self.tree.matched)
         for slot in self.slots:
-            assert self.tree.match_one(slot, prompt) == self.tree.matched[slot] == self.reference.match_one(slot, prompt)
+            assert (
+                self.tree.match_one(slot, prompt) == self.tree.matched[slot] == self.reference.match_one(slot, prompt)
+            )
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())

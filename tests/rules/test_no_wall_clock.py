@@ -14,7 +14,11 @@ WALL_CLOCK = {
 }
 
 # (file, name) -> which date it writes. An entry that is not used is a fault too.
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED: dict[tuple[str, str], str] = {
+    ("router/proxy/access_log.py", "time.time"): "when a request ended, for people and log stores",
+    ("router/proxy/access_log.py", "time.gmtime"): "writes that date",
+    ("router/proxy/services.py", "time.time"): "the Date header",
+}
 
 
 def uses(file: Path, source: ast.Module | None = None) -> list[tuple[int, str]]:
