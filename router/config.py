@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
-import math
 import os
 import re
 import tomllib
@@ -134,8 +133,8 @@ def _number(low: float, high: float, unit: str = "") -> _Rule:
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        # Compared before it is converted: float() of a huge integer overflows.
-        if not low <= value <= high or not math.isfinite(value):
+        # Compared before it is converted, as float() of a huge integer overflows; infinity and NaN fail this too.
+        if not low <= value <= high:
             raise ValueError
         return float(value)
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -332,3 +333,39 @@ def test_many_engines_are_all_asked(monkeypatch):
     monkeypatch.setattr(probe_module, "AT_ONCE", 2)
     engines = [Engine() for _ in range(5)]
     assert [result.findings for result in asked(*engines)] == [[]] * 5
+
+
+RECORDED = Path(__file__).parents[2] / "fixtures" / "vllm"
+
+
+def test_a_recorded_vllm_is_ready():
+    """With its own bytes: what the scripted engine above only imitates."""
+    answers = {
+        b"GET /health": (RECORDED / "http" / "health.resp.http").read_bytes(),
+        b"GET /v1/models": (RECORDED / "http" / "models.resp.http").read_bytes(),
+        b"GET /kv_event_sources": (RECORDED / "http" / "kv-event-sources.resp.http").read_bytes(),
+        b"POST /v1/completions": (RECORDED / "http" / "completion.resp.http").read_bytes(),
+    }
+    metrics = (RECORDED / "metrics-after.txt").read_bytes()
+    answers[b"GET /metrics"] = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(metrics) + metrics
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers[head[: head.index(b" HTTP/")]])
+        await writer.drain()
+        await reader.read()  # until the client leaves: it asks once per connection
+        writer.close()
+        await writer.wait_closed()
+
+    async def ask() -> list[probe_module.Probed]:
+        async with asyncio.timeout(30):
+            engine = await asyncio.start_server(answer, "127.0.0.1", 0)
+            port = engine.sockets[0].getsockname()[1]
+            results = await probe([BackendConfig(f"http://127.0.0.1:{port}", "real")])
+            engine.close()
+            await engine.wait_closed()
+            return results
+
+    (result,) = asyncio.run(ask())
+    assert result.findings == []
+    assert str(result) == "real: models tiny-chat; block size 32 tokens; 64 blocks"
