@@ -18,6 +18,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("router/proxy/access_log.py", "time.time"): "when a request ended, for people and log stores",
     ("router/proxy/access_log.py", "time.gmtime"): "writes that date",
     ("router/proxy/services.py", "time.time"): "the Date header",
+    ("router/sim/cli.py", "time.time"): "dates in answers and KV events, as an engine writes them",
 }
 
 
@@ -54,7 +55,8 @@ def test_no_duration_is_measured_by_the_wall_clock():
         path = str(file.relative_to(ROOT))
         found.update({(path, name): f"{path}:{line}: {name}" for line, name in uses(file)})
     assert [text for use, text in found.items() if use not in ALLOWED] == []
-    assert set(ALLOWED) <= set(found), "an entry of ALLOWED is not used any more"
+    unused = [use for use in ALLOWED if use not in found and (ROOT / use[0]).exists()]
+    assert unused == [], "an entry of ALLOWED is not used any more"
 
 
 @pytest.mark.parametrize(
