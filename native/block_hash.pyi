@@ -1,6 +1,6 @@
 """XXH64, and the chained block hashes of a prompt."""
 
-from typing import final
+from typing import Never, final
 
 def xxh64_digest(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
     """The XXH64 digest of contiguous bytes, equal to the xxhash package's `xxh64_intdigest`.
@@ -15,6 +15,7 @@ class BlockHashes:
     Immutable; 8 bytes a block. Equal where all hashes are equal. Not made by calling the class (TypeError).
     """
 
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @staticmethod
     def from_bytes(data: bytes, block_bytes: int, seed: int = 0) -> BlockHashes:
         """Hash the full blocks of `block_bytes` bytes; a partial tail is left out, so the result may be empty.
@@ -31,6 +32,6 @@ class BlockHashes:
         """The hashes as Python integers."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __getitem__(self, i: int, /) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...

@@ -1,7 +1,7 @@
 """Where an HTTP/1.1 body ends, to the byte, while its bytes pass untouched."""
 
 from enum import IntEnum
-from typing import final
+from typing import Self, final
 
 class Framing(IntEnum):
     NONE = 0  # no body: HEAD, 204, 304, 1xx
@@ -23,7 +23,7 @@ class BodyFramer:
     done: bool
     payload_bytes: int
     usage: bytes | None
-    def __init__(self, framing: int, length: int = 0, watch_usage: bool = False) -> None:
+    def __new__(cls, framing: int, length: int = 0, watch_usage: bool = False) -> Self:
         """`length`: bytes, for LENGTH alone. `watch_usage`: keep the last `"usage": {...}` object that passes."""
 
     def feed(self, data: bytes, start: int = 0) -> int:

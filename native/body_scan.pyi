@@ -1,6 +1,6 @@
 """What routing needs of a JSON request body, read without building objects for it."""
 
-from typing import Final, final
+from typing import Final, Never, final
 
 from native.block_hash import BlockHashes
 
@@ -15,6 +15,7 @@ MALFORMED: Final[int]
 class ScannedBody:
     """Made by scan_json alone (TypeError otherwise). All but `status` is empty where it is MALFORMED."""
 
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def status(self) -> int:
         """OK, UNKNOWN_SHAPE or MALFORMED."""

@@ -1,6 +1,6 @@
 """A Python face for the open-addressing table, so that it is tested alone."""
 
-from typing import final
+from typing import Self, final
 
 @final
 class OpenTable:
@@ -10,7 +10,7 @@ class OpenTable:
     fixes the two words that keep clients from choosing slots, for tests.
     """
 
-    def __init__(self, capacity: int = 8, *, secret: tuple[int, int] | None = None) -> None: ...
+    def __new__(cls, capacity: int = 8, *, secret: tuple[int, int] | None = None) -> Self: ...
     def __len__(self) -> int: ...
     @property
     def capacity(self) -> int: ...

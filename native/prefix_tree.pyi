@@ -1,7 +1,7 @@
 """Which backend holds which prefix: a radix tree over chained block hashes, one for all models and backends."""
 
 from array import array
-from typing import final
+from typing import Self, final
 
 from native.block_hash import BlockHashes
 
@@ -25,7 +25,7 @@ class PrefixTree:
     """What the last match() found: matched[slot] blocks. It has MAX_BACKENDS places, those without a backend are 0,
     and it belongs to the tree: read it before the next call of match()."""
 
-    def __init__(self, memory_limit_bytes: int) -> None:
+    def __new__(cls, memory_limit_bytes: int) -> Self:
         """ValueError below MIN_MEMORY_LIMIT_BYTES."""
 
     def add_backend(self) -> int:

@@ -37,7 +37,7 @@ class AccessLine(NamedTuple):
     queue_s: float
     ttft_s: float | None
     total_s: float
-    bytes: int
+    bytes_out: int
     id: bytes
 
 
@@ -102,7 +102,7 @@ def _text_line(at: float, line: AccessLine) -> bytes:
         head += f" ttft_s={line.ttft_s:.4f}"
     return (
         f"{head} load={line.load} attempts={line.attempts} queue_s={line.queue_s:.4f} total_s={line.total_s:.4f}"
-        f" bytes={line.bytes} id={_text(line.id[:ID_LIMIT])}\n"
+        f" bytes={line.bytes_out} id={_text(line.id[:ID_LIMIT])}\n"
     ).encode()
 
 
