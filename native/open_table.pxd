@@ -40,7 +40,7 @@ cdef struct Table:
     uint64_t secret[2]
 
 
-# The most keys that `capacity` slots may hold: three in four, where a miss still costs 8.5 probes on average.
+# The most keys that `capacity` slots, at least 4, may hold: three in four, where a miss still costs 8.5 probes on average.
 cdef inline size_t table_room(size_t capacity) noexcept nogil:
     return capacity - capacity // 4
 

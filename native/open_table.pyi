@@ -6,7 +6,7 @@ from typing import Self, final
 class OpenTable:
     """A map from (hash: 64 bits, owner: 32 bits) to a value of 32 bits, 2**32 - 1 excepted.
 
-    `capacity` (slots) is a power of two and doubles when three slots in four are full; 16 bytes a slot. `secret`
+    `capacity` (slots) is a power of two, at least 4, and doubles when three slots in four are full; 16 bytes a slot. `secret`
     fixes the two words that keep clients from choosing slots, for tests.
     """
 
@@ -23,6 +23,9 @@ class OpenTable:
     def clear(self) -> None: ...
     def items(self) -> list[tuple[tuple[int, int], int]]:
         """In slot order, which means nothing."""
+
+    def longest_probe(self) -> int:
+        """Slots that a find of the worst placed key reads; 0 without keys."""
 
     def check(self) -> None:
         """Walk every slot; AssertionError where a key could not be found, is there twice, or the count is wrong."""

@@ -12,8 +12,8 @@ cdef class OpenTable:
     cdef Table table
 
     def __cinit__(self, size_t capacity=8, *, secret=None):
-        if capacity < 2 or capacity & (capacity - 1) or capacity > (1 << 32):
-            raise ValueError(f"capacity must be a power of two from 2 to 2**32, not {capacity}")
+        if capacity < 4 or capacity & (capacity - 1) or capacity > (1 << 32):
+            raise ValueError(f"capacity must be a power of two from 4 to 2**32, not {capacity}")
         self.table.secret[0], self.table.secret[1] = new_secret() if secret is None else secret
         self.move_to(capacity)
 
@@ -60,6 +60,16 @@ cdef class OpenTable:
             for i in range(self.table.capacity)
             if self.table.slots[i].value != ABSENT
         ]
+
+    def longest_probe(self):
+        cdef size_t mask = self.table.capacity - 1
+        cdef size_t i
+        longest = 0
+        for i in range(self.table.capacity):
+            if self.table.slots[i].value != ABSENT:
+                home = table_home(&self.table, self.table.slots[i].hash, self.table.slots[i].owner)
+                longest = max(longest, ((i - home) & mask) + 1)
+        return longest
 
     def check(self):
         cdef size_t mask = self.table.capacity - 1

@@ -179,9 +179,7 @@ class ReferenceIndex:
             for slot in block.holders:
                 held[slot].add(block)
                 if block.parent is not self._root and block.parent is not None and slot not in block.parent.holders:
-                    raise AssertionError(
-                        f"backend {slot} holds block {block.chain} at {block.depth} and not the block before"
-                    )
+                    raise AssertionError(f"backend {slot} holds block {block.chain} and not the one before")
         for slot, backend in self._backends.items():
             if held[slot] != set(backend.lru):
                 raise AssertionError(f"backend {slot}: its LRU and the blocks differ")
