@@ -12,13 +12,16 @@ from typing import Any
 import orjson
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from native.body_scan import OK, UNKNOWN_SHAPE, scan_json
 
 MASK = (1 << 64) - 1
 Dumps = Callable[[Any], bytes]
+
+# Wall time says nothing about a body: the machine may be busy.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def spaced(value: Any) -> bytes:
@@ -323,6 +326,7 @@ bodies = members(
 dumpers = st.sampled_from([orjson.dumps, spaced, unescaped])
 
 
+@unhurried
 @given(bodies, dumpers, st.sampled_from([1, 7, 16, 64, 256]))
 def test_any_body_hashes_as_the_slow_reference_says(body: dict[str, Any], dumps: Dumps, block_bytes: int) -> None:
     reference = Reference(dumps)
@@ -363,6 +367,7 @@ def prefix(body: Any, dumps: Dumps = orjson.dumps) -> list[int]:
     return blocks.tolist()
 
 
+@unhurried
 @given(st.lists(messages, max_size=6), st.data())
 def test_a_longer_conversation_starts_with_the_bytes_of_the_shorter(turns: list[Any], data: st.DataObject) -> None:
     earlier = data.draw(st.integers(0, len(turns)))
@@ -371,18 +376,21 @@ def test_a_longer_conversation_starts_with_the_bytes_of_the_shorter(turns: list[
         assert prefix({field: turns, "model": "m"})[: len(shorter)] == shorter
 
 
+@unhurried
 @given(token_ids, token_ids)
 def test_longer_token_ids_start_with_the_bytes_of_the_shorter(head: list[int], tail: list[int]) -> None:
     shorter = prefix({"prompt": [*[7], *head]})
     assert prefix({"prompt": [7, *head, *tail]})[: len(shorter)] == shorter
 
 
+@unhurried
 @given(texts, texts)
 def test_a_longer_prompt_starts_with_the_bytes_of_the_shorter(head: str, tail: str) -> None:
     shorter = prefix({"prompt": head})
     assert prefix({"prompt": head + tail})[: len(shorter)] == shorter
 
 
+@unhurried
 @given(bodies, st.lists(messages, max_size=4), st.integers(0, 2**32))
 def test_the_order_of_keys_changes_nothing(body: dict[str, Any], turns: list[Any], seed: int) -> None:
     body = {**body, "messages": turns}
