@@ -200,7 +200,7 @@ ABSENT.start = ABSENT.end = NULL
 cdef struct Body:
     const uint8_t* end
     # Strings of LONG_STRING bytes and more, in order: found on the way to the end of the body, jumped over afterwards.
-    # At most a sixteenth of the body, and only a shortcut: without memory they are scanned again.
+    # At most an eighth of the body, and only a shortcut: without memory they are scanned again.
     Span* strings
     size_t n
     size_t room

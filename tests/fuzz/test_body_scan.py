@@ -1,5 +1,5 @@
-"""Invariant: no bytes crash the reader, hang it or make it raise; what json accepts is never malformed and has the model
-and stream that json finds; what is cut short is always malformed."""
+"""Invariant: no bytes crash the reader, hang it or make it raise; what json accepts is never malformed and has the same
+model and stream as json finds; what is cut short is always malformed."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +315,27 @@ def test_a_list_with_something_else_goes_in_as_it_stands() -> None:
     assert prefix(b'{"prompt":[1,01]}') == chained(b"\x10\x12[1,01]")
 
 
+@pytest.mark.parametrize("count", [63, 64, 65, 128, 129, 1000])
+def test_long_lists_of_ids_lose_none(count: int) -> None:
+    ids = [i * 2_147_483 % 2_147_483_648 for i in range(count)]
+    assert prefix({"prompt": ids}) == chained(b"\x10\x11" + struct.pack(f"<{count}I", *ids))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 100])
+def test_a_list_that_turns_out_not_to_be_ids_leaves_no_trace_of_its_ids(block_bytes: int) -> None:
+    odd = [*range(200), -1]
+    body = {"prompt": ["before", [5, 6], odd, [7]]}
+    canonical = b"\x10before\x10\x11" + struct.pack("<3I", 5, 6, 0xFFFFFFFF)
+    canonical += b"\x10\x12" + json.dumps(odd, separators=(",", ":")).encode() + b"\x10\x11" + struct.pack("<I", 7)
+    blocks = scan(body, block_bytes).blocks
+    assert blocks is not None
+    hash_, expected = xxhash.xxh64_intdigest(b""), []
+    for start in range(0, len(canonical) - block_bytes + 1, block_bytes):
+        hash_ = xxhash.xxh64_intdigest(canonical[start : start + block_bytes], hash_)
+        expected.append(hash_)
+    assert blocks.tolist() == expected
+
+
 # ---- The other fields.
 
 
@@ -510,6 +533,24 @@ def test_nesting_is_bounded() -> None:
         deeper = open_ + value + close
         assert scan(b'{"prompt":"p","x":' + deeper + b"}").status == MALFORMED
     assert scan(b"[" * 1_000_000).status == MALFORMED
+
+
+@pytest.mark.parametrize("end", [b"]}", b"]"])
+def test_extra_memory_is_bounded_and_given_back(end: bytes) -> None:
+    # The worst for the table of long strings: as many as can be, each just long enough.
+    body = b'{"prompt":[' + b",".join([b'"' + b"x" * 256 + b'"'] * 8000) + end
+    scan(body, 256)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        status = scan(body, 256).status
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert status == (OK if end == b"]}" else MALFORMED)
+    assert peak - before > 8000 * 16  # the table is seen at all
+    assert peak - before <= len(body) // 8 + 2 * 8 * len(body) // 256 + 4096
+    assert after - before < 1024
 
 
 # ---- read_request.
