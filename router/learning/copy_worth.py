@@ -20,7 +20,7 @@ LIMIT = 4096  # prefixes remembered
 MEMORY_S = 300.0
 SHARE = 0.125  # of the prefill saved, paid in at each use
 CHEAP_S = 0.25  # copies dearer than this earn that share more slowly: one request pays for them with its TTFT
-CAP = 2.0  # an account holds at most the price of so many copies
+CAP = 4.0  # an account holds at most the prefill of so many copies
 
 
 class CopyAccounts:

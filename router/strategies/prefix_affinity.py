@@ -47,7 +47,6 @@ PRIOR_OUTPUT_TOKENS = 200.0
 PRIOR_STAY_S = 2.5  # from first to last token
 SLOW = 0.02  # weight of one answer in the averages of outputs and stays
 MAX_MODELS = 1024  # learned apart; the fleet's further models share one record
-IDLE_REPORT_S = 10.0  # an "idle" older than that is no news
 
 
 class PrefixMirror(Protocol):
@@ -202,14 +201,15 @@ class PrefixAffinity:
                 shortest = wait
             token_s = engine.seconds_per_token
             work = engine.fixed_s + left * token_s
-            price = (wait + work + pressure * work * (wait + 0.5 * work)) + (
-                ledger.decoding + engine.foreign
-            ) * token_s * slower
+            decoding = (ledger.decoding + engine.foreign) * token_s * slower
+            price = wait + work + pressure * work * (wait + 0.5 * work) + decoding
             if paid_s and hit < deep:
-                copy_s = (deep - hit) * token_s
-                if paid_s >= copy_s * self._crowding(engine):
-                    # The copy is paid for: its prefill is no cost of this request's, and making it wins a tie.
-                    price = (price - copy_s) / NEAR_RATIO - 2.0 * NEAR_S
+                work -= (deep - hit) * token_s
+                bought = wait + work + pressure * work * (wait + 0.5 * work) + decoding
+                if paid_s >= (price - bought) * self._crowding(engine):
+                    # The copy is paid for: neither its prefill nor whom that delays is a cost of this request's, and
+                    # making it wins a tie.
+                    price = bought / NEAR_RATIO - 2.0 * NEAR_S
             prices[at] = price
             if price < least:
                 least = price
@@ -400,8 +400,7 @@ class PrefixAffinity:
         engine.quiet = None
         if choice.first_byte_at == NEVER:
             return
-        report = engine.backend.report
-        if engine.elsewhere != (0.0, 0.0) or choice.placed_at - report.at > IDLE_REPORT_S > 0.0:
+        if engine.foreign or engine.foreign_wait_s:
             return
         uncached = choice.uncached_tokens
         if outcome.prompt_tokens is not None:
@@ -438,15 +437,16 @@ class PrefixAffinity:
     def _heed_report(self, engine: EngineState, report: EngineReport) -> None:
         ledger = engine.ledger
         # What is there beyond ours, or has left us since the engine counted: the smaller of two polls in a row.
-        running = max((report.running or 0.0) - ledger.decoding, 0.0)
-        waiting = max((report.running or 0.0) + (report.waiting or 0.0) - len(ledger) - running, 0.0)
+        others = max(report.running + report.waiting - len(ledger), 0.0)
+        waiting = min(others, report.waiting)
+        running = others - waiting
         engine.foreign = min(running, engine.elsewhere[0])
         engine.foreign_wait_s = min(waiting, engine.elsewhere[1]) * self._fleet.mean_work_s()
         engine.elsewhere = (running, waiting)
         capacity = report.kv_capacity_tokens
         if capacity:
             engine.kv_capacity = float(capacity)
-            engine.kv_budget = capacity * (1.0 - (report.kv_usage or 0.0)) + ledger.decoding_kv_tokens
+            engine.kv_budget = capacity * (1.0 - report.kv_usage) + ledger.decoding_kv_tokens
         caching = report.prefix_caching is not False
         if caching is not engine.caching:
             engine.caching = caching
