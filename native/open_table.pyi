@@ -6,8 +6,8 @@ from typing import Self, final
 class OpenTable:
     """A map from (hash: 64 bits, owner: 32 bits) to a value of 32 bits, 2**32 - 1 excepted.
 
-    `capacity` (slots) is a power of two, at least 4, and doubles when three slots in four are full; 16 bytes a slot. `secret`
-    fixes the two words that keep clients from choosing slots, for tests.
+    `capacity` (slots) is a power of two, at least 4, and doubles when three slots in four are full; 16 bytes a slot.
+    `secret` fixes the two words that keep clients from choosing slots, for tests.
     """
 
     def __new__(cls, capacity: int = 8, *, secret: tuple[int, int] | None = None) -> Self: ...

@@ -1,6 +1,6 @@
 """Micro benchmarks of hashing and of the index, at the sizes of real prompts: pytest tests/benchmarks/test_index.py
 
-Absolute times are for reading. Block sizes compared side by side, with memory: python -m tests.benchmarks.index_block_size
+Absolute times are for reading. Block sizes side by side, with memory: python -m tests.benchmarks.test_index_block_size
 """
 
 from __future__ import annotations
