@@ -6,7 +6,7 @@ from collections import deque
 
 PRIOR_TOKENS_PER_S = 10_000.0
 PRIOR_FIXED_S = 0.010
-LOWEST_TOKENS_PER_S, HIGHEST_TOKENS_PER_S = 10.0, 10_000_000.0
+LOWEST_TOKENS_PER_S, HIGHEST_TOKENS_PER_S = 10.0, 2_000_000.0  # no engine is slower or faster
 LARGE_TOKENS = 256  # uncached, from which a quiet sample says something about the speed
 SMALL_TOKENS = 64  # uncached, up to which it says something about the fixed cost
 MAX_FIXED_S = 0.25
@@ -71,7 +71,10 @@ class PrefillSpeed:
         if uncached_tokens < LARGE_TOKENS:
             return False
         # The fixed cost is never taken for the greater part: it may have been learned under other circumstances.
-        self._quiet.append(uncached_tokens / max(seconds - self.fixed_s, seconds / 2.0, 1e-6))
+        took_s = max(seconds - self.fixed_s, seconds / 2.0)
+        if took_s * HIGHEST_TOKENS_PER_S < uncached_tokens:
+            return False
+        self._quiet.append(uncached_tokens / took_s)
         return self._estimate()
 
     def busy_began(self, now: float) -> None:

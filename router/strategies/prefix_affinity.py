@@ -508,11 +508,9 @@ class PrefixAffinity:
             self._known = candidates
 
     def _join(self, backend: Backend) -> EngineState:
-        alike = sorted(e.speed.tokens_per_s / e.backend.weight for e in self._engines.values() if e.speed.learned)
-        prior = alike[len(alike) // 2] if alike else PRIOR_TOKENS_PER_S
         backend.slot = self._mirror.add_backend()
         size = MirrorSize(self.block_bytes, self._assumed_kv_tokens)
-        engine = EngineState(backend, backend.slot, PrefillSpeed(prior * backend.weight), size)
+        engine = EngineState(backend, backend.slot, PrefillSpeed(self._usual_speed() * backend.weight), size)
         self._engines[backend] = engine
         self._heed_report(engine, backend.report)
         return engine
@@ -530,11 +528,25 @@ class PrefixAffinity:
     def _apply_speed(self, engine: EngineState) -> None:
         """Takes over what was learned where it makes a difference, as the same number for engines that are alike."""
         engine.fixed_s = engine.speed.fixed_s
-        wanted = engine.speed.tokens_per_s
-        if abs(wanted * engine.seconds_per_token - 1.0) <= ALIKE:
+        if not engine.speed.learned:
             return
-        engine.seconds_per_token = 1.0 / wanted
+        wanted = engine.speed.tokens_per_s
+        if abs(wanted * engine.seconds_per_token - 1.0) > ALIKE:
+            engine.seconds_per_token = 1.0 / wanted
+            for other in self._engines.values():
+                if other is not engine and abs(wanted * other.seconds_per_token - 1.0) <= ALIKE:
+                    engine.seconds_per_token = other.seconds_per_token
+                    break
+        # One that nothing was learned of would else never be asked, if the prior is too low for this fleet.
         for other in self._engines.values():
-            if other is not engine and abs(wanted * other.seconds_per_token - 1.0) <= ALIKE:
-                engine.seconds_per_token = other.seconds_per_token
-                break
+            if not other.speed.learned:
+                other.seconds_per_token = 1.0 / (self._usual_speed() * other.backend.weight)
+
+    def _usual_speed(self) -> float:
+        """Tokens per second at weight 1, of the middle of the engines that it was learned of."""
+        learned = sorted(
+            1.0 / (engine.seconds_per_token * engine.backend.weight)
+            for engine in self._engines.values()
+            if engine.speed.learned
+        )
+        return learned[len(learned) // 2] if learned else PRIOR_TOKENS_PER_S

@@ -1,4 +1,4 @@
-"""A small fleet on a virtual clock, for tests of strategies: engines that batch, cache and decode in steps, as vLLM does.
+"""A small fleet on a virtual clock, for tests of strategies: engines that batch, cache and decode in steps like vLLM.
 
 Everything happens in one thread at instants of the clock, so a run is a function of its seed. The engines are truth;
 what a strategy learns of them is what a gateway would: first bytes, ends, usage, and polled figures of some age.
@@ -157,6 +157,7 @@ class SimulatedEngine:
         job.prefill_left = job.prompt_tokens - job.hit_tokens
         self.queries += job.prompt_tokens
         self.hits += job.hit_tokens
+        self._remember(job.choice.request.blocks)  # as vLLM: who is scheduled after it finds its blocks
 
     def _stepped(self, prefilled: list[Job]) -> None:
         done = []
@@ -166,7 +167,6 @@ class SimulatedEngine:
                 done.append(job)
         for job in prefilled:
             self.waiting.popleft()
-            self._remember(job.choice.request.blocks)
             self.prefills += 1
             job.first_at = self.clock.now()
             job.output_left = job.output_tokens - 1
@@ -254,7 +254,8 @@ class Fleet:
         until = self.clock.now() + limit_s
         while any(job.done_at is None for job in jobs):
             due = self.clock.next_due()
-            assert due is not None and due < until, "the fleet does not get done"
+            assert due is not None
+            assert due < until, "the fleet does not get done"
             self.clock.advance_to(due)
 
     def run(self, seconds: float) -> None:

@@ -26,7 +26,9 @@ class Rig:
     def __init__(self, name: str, seed: int = 1, count: int = 4) -> None:
         self.clock = VirtualClock()
         self.tree = PrefixTree(16 << 20)
-        self.strategy: Strategy = build(name, None, Dependencies(self.clock, Random(seed), self.tree, BLOCK_BYTES, 10_000))
+        self.strategy: Strategy = build(
+            name, None, Dependencies(self.clock, Random(seed), self.tree, BLOCK_BYTES, 10_000)
+        )
         self.backends = tuple(backend(f"b{i}", weight=1.0 + i % 2) for i in range(count))
         for joined in self.backends:
             self.strategy.joined(joined)
@@ -177,8 +179,11 @@ def test_any_interleaving_leaves_the_books_at_zero(name: str, steps: list[tuple[
             rig.clock.advance(which / 10)
         elif what == "report":
             told = rig.backends[which % 3]
-            before, told.report = told.report, EngineReport(
-                at=rig.clock.now(), running=which, kv_usage=which / 12, block_size_tokens=16, num_gpu_blocks=100
+            before, told.report = (
+                told.report,
+                EngineReport(
+                    at=rig.clock.now(), running=which, kv_usage=which / 12, block_size_tokens=16, num_gpu_blocks=100
+                ),
             )
             strategy.reported(told, before, told.report)
         elif open_choices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_conversation_stays_where_its_history_is() -> None:
         turns.append(fleet.ask(text))
     assert len({job.backend for job in turns}) == 1
     assert [job.choice.reason for job in turns] == [Reason.LOAD] + [Reason.PREFIX] * 11
-    for before, job in zip(turns, turns[1:], strict=False):
+    for before, job in pairwise(turns):
         assert before.prompt_tokens - 32 <= job.choice.matched_tokens <= before.prompt_tokens
         assert job.hit_tokens == job.choice.matched_tokens
 
@@ -357,8 +358,11 @@ def test_a_full_pool_is_a_wait() -> None:
     rig = Rig("prefixaware", count=2)
     full, free = rig.backends
     for told, usage in ((full, 1.0), (free, 0.0)):
-        before, told.report = told.report, EngineReport(
-            at=1.0, running=20.0 if usage else 0.0, kv_usage=usage, block_size_tokens=16, num_gpu_blocks=1000
+        before, told.report = (
+            told.report,
+            EngineReport(
+                at=1.0, running=20.0 if usage else 0.0, kv_usage=usage, block_size_tokens=16, num_gpu_blocks=1000
+            ),
         )
         rig.strategy.reported(told, before, told.report)
     assert {rig.take(text_of(n, 100), rig.backends).backend for n in range(4)} == {free}
