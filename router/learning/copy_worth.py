@@ -14,6 +14,7 @@ spread for its own sake.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from math import exp
 
 LIMIT = 4096  # prefixes remembered
@@ -32,7 +33,8 @@ class CopyAccounts:
         if limit < 1:
             raise ValueError("limit must be at least 1")
         self._limit = limit
-        self._accounts: dict[int, tuple[float, float]] = {}  # prefix -> seconds, as of; least recently used first
+        # prefix -> seconds, as of; least recently used first. A plain dict would search its holes for the first.
+        self._accounts: OrderedDict[int, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -55,7 +57,7 @@ class CopyAccounts:
 
     def _put(self, prefix: int, seconds: float, now: float) -> None:
         accounts = self._accounts
-        accounts.pop(prefix, None)
         accounts[prefix] = (seconds, now)
+        accounts.move_to_end(prefix)
         if len(accounts) > self._limit:
-            del accounts[next(iter(accounts))]
+            accounts.popitem(last=False)

@@ -42,6 +42,7 @@ NEAR_RATIO, NEAR_S = 1.02, 0.002  # prices this near to the least tie
 USEFUL_S = 0.001  # a match that saves less decides nothing, unless it is half of the prompt
 ALIKE = 0.15  # engines whose learned speeds differ by less count as equal, else noise would pick favourites
 DECODE_TOKENS = 2.5  # prefill tokens that cost what one more sequence adds to a step (0.25 ms at 10,000 tokens/s)
+CROWDED = 2.0  # the price of a copy, in its own prefill, where it displaces something
 READING = 0.1  # seconds of waiting that a second of slower reading is worth
 PRIOR_OUTPUT_TOKENS = 200.0
 PRIOR_STAY_S = 2.5  # from first to last token
@@ -154,9 +155,8 @@ class PrefixAffinity:
         model = self._models.get(request.model, self._further_models)
         count = len(candidates)
         pressure = model.arrivals.pressure(now, count)
-        fleet_pressure = self._fleet.pressure(now, len(self._engines))
-        if fleet_pressure > pressure:  # adapters of one base model share engines: each sees little of what comes
-            pressure = fleet_pressure
+        if len(self._models) > 1:  # adapters of one base model share engines: each sees little of what comes
+            pressure = max(pressure, self._fleet.pressure(now, len(self._engines)))
 
         mirror = self._mirror
         blocks = request.blocks
@@ -206,7 +206,8 @@ class PrefixAffinity:
             if paid_s and hit < deep:
                 work -= (deep - hit) * token_s
                 bought = wait + work + pressure * work * (wait + 0.5 * work) + decoding
-                if paid_s >= (price - bought) * self._crowding(engine):
+                extra = price - bought
+                if paid_s >= extra and (paid_s >= CROWDED * extra or not self._crowded(engine)):
                     # The copy is paid for: neither its prefill nor whom that delays is a cost of this request's, and
                     # making it wins a tie.
                     price = bought / NEAR_RATIO - 2.0 * NEAR_S
@@ -271,9 +272,9 @@ class PrefixAffinity:
         held = engine.kv_capacity - engine.kv_budget + engine.ledger.kv_tokens
         return 2.0 * engine.stay_s * over / held if held > 1.0 else 0.0
 
-    def _crowding(self, engine: EngineState) -> float:
-        """The price of a copy in its own prefill: double where it displaces something that may be asked for again."""
-        return 2.0 if self._mirror.blocks_of(engine.slot) >= 0.95 * engine.size.blocks else 1.0
+    def _crowded(self, engine: EngineState) -> bool:
+        """Whether a copy displaces something that may be asked for again."""
+        return self._mirror.blocks_of(engine.slot) >= 0.95 * engine.size.blocks
 
     def assign(self, request: RoutingRequest, backend: Backend, reason: Reason) -> Choice:
         """The choice of a given backend, for strategies that choose by other means: with its match and its work."""
