@@ -18,11 +18,14 @@ class PrefillLedger:
 
     `pending_s`: seconds of prefill of those not yet at their first token. `kv_tokens`: KV tokens that all of them
     bring, `decoding_kv_tokens` those of the attempts past their first token. All are exactly zero when nothing is open.
+    A silent attempt (an answer in one piece) does not show its first token: it counts as past it when the engine has
+    had the time.
     """
 
     __slots__ = (
         "_decoding",
         "_oldest_s",
+        "_oldest_silent",
         "_since",
         "_waiting",
         "decoding",
@@ -36,10 +39,12 @@ class PrefillLedger:
         self.kv_tokens = 0
         self.decoding_kv_tokens = 0
         self.decoding = 0  # attempts past their first token
-        self._waiting: dict[Hashable, tuple[float, int]] = {}  # in order of sending, which is the engine's order
+        # work, KV tokens, silent; in order of sending, which is the engine's order
+        self._waiting: dict[Hashable, tuple[float, int, bool]] = {}
         self._decoding: dict[Hashable, int] = {}
         self._since = 0.0  # when the engine took the oldest of those waiting
         self._oldest_s = 0.0
+        self._oldest_silent = False
 
     @property
     def waiting(self) -> int:
@@ -48,58 +53,81 @@ class PrefillLedger:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._decoding)
 
-    def wait_s(self, now: float) -> float:
-        """Seconds of prefill ahead of a new arrival. Those behind the oldest cannot have begun, however late it is."""
-        worked = now - self._since
-        return self.pending_s - (worked if worked < self._oldest_s else self._oldest_s)
+    def __contains__(self, attempt: Hashable) -> bool:
+        return attempt in self._decoding or attempt in self._waiting
 
-    def sent(self, attempt: Hashable, work_s: float, kv_tokens: int, now: float) -> None:
-        waiting = self._waiting
-        if attempt in waiting or attempt in self._decoding:
+    def wait_s(self, now: float) -> float:
+        """Seconds of prefill ahead of a new arrival. Those behind an oldest that shows its first token cannot have
+        begun before that, however late it is."""
+        worked = now - self._since
+        if worked > self._oldest_s and not self._oldest_silent:
+            worked = self._oldest_s
+        wait = self.pending_s - worked
+        return wait if wait > 0.0 else 0.0
+
+    def sent(self, attempt: Hashable, work_s: float, kv_tokens: int, now: float, *, silent: bool = False) -> None:
+        if attempt in self:
             raise ValueError("this attempt is in the ledger already")
-        if not waiting:
-            self._since = now
-            self._oldest_s = work_s
-        waiting[attempt] = (work_s, kv_tokens)
+        self.advance(now)
+        first = not self._waiting
+        self._waiting[attempt] = (work_s, kv_tokens, silent)
         self.pending_s += work_s
         self.kv_tokens += kv_tokens
+        if first:
+            self._take_oldest(now)
 
     def first_token(self, attempt: Hashable, now: float) -> bool:
         """False for an attempt that is not waiting."""
-        kv_tokens = self._left_waiting(attempt, now)
-        if kv_tokens is None:
+        entry = self._leave(attempt, now)
+        if entry is None:
             return False
-        self._decoding[attempt] = kv_tokens
-        self.decoding_kv_tokens += kv_tokens
-        self.decoding += 1
+        self._decodes(attempt, entry[1])
         return True
 
     def ended(self, attempt: Hashable, now: float) -> Phase | None:
         """Where it stood, None for an attempt that is not in the ledger."""
+        self.advance(now)
         decoded = self._decoding.pop(attempt, None)
         if decoded is not None:
             self.decoding_kv_tokens -= decoded
             self.kv_tokens -= decoded
             self.decoding -= 1
             return Phase.DECODING
-        kv_tokens = self._left_waiting(attempt, now)
-        if kv_tokens is None:
+        entry = self._leave(attempt, now)
+        if entry is None:
             return None
-        self.kv_tokens -= kv_tokens
+        self.kv_tokens -= entry[1]
         return Phase.WAITING
 
-    def _left_waiting(self, attempt: Hashable, now: float) -> int | None:
+    def advance(self, now: float) -> None:
+        """Let silent attempts pass whose prefill must be over."""
+        while self._oldest_silent and now - self._since >= self._oldest_s:
+            attempt = next(iter(self._waiting))
+            entry = self._leave(attempt, self._since + self._oldest_s)
+            assert entry is not None
+            self._decodes(attempt, entry[1])
+
+    def _decodes(self, attempt: Hashable, kv_tokens: int) -> None:
+        self._decoding[attempt] = kv_tokens
+        self.decoding_kv_tokens += kv_tokens
+        self.decoding += 1
+
+    def _leave(self, attempt: Hashable, now: float) -> tuple[float, int, bool] | None:
         waiting = self._waiting
         entry = waiting.get(attempt)
         if entry is None:
             return None
         was_oldest = next(iter(waiting)) is attempt
         del waiting[attempt]
-        if not waiting:
-            self.pending_s = self._oldest_s = 0.0  # exactly: rounding must not add up over a lifetime
+        self.pending_s -= entry[0]
+        if was_oldest:
+            self._take_oldest(now)
+        return entry
+
+    def _take_oldest(self, now: float) -> None:
+        self._since = now
+        if self._waiting:
+            self._oldest_s, _, self._oldest_silent = next(iter(self._waiting.values()))
         else:
-            self.pending_s -= entry[0]
-            if was_oldest:
-                self._since = now
-                self._oldest_s = next(iter(waiting.values()))[0]
-        return entry[1]
+            self.pending_s = self._oldest_s = 0.0  # exactly: rounding must not add up over a lifetime
+            self._oldest_silent = False

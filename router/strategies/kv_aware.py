@@ -81,6 +81,8 @@ class KvAware:
         self._placement.first_byte(choice)
         if before == NEVER and choice.first_byte_at != NEVER:
             account = self._account(choice.backend)
+            if choice.first_byte_at - account.usage_at <= USAGE_FRESH_S:
+                return
             account.polled_answers += 1
             account.polled_prompt += choice.prompt_tokens
             account.polled_predicted += self._predicted(choice, choice.prompt_tokens)
@@ -136,7 +138,8 @@ class KvAware:
         allowance = answers * block + int(predicted * RATIO_ERROR)
         trust.compare(predicted, cached, allowance=allowance, answers=answers)
         self._untrusted += trust.lost - was_lost
-        self._placement.set_trust(engine, trust.worth)
+        if engine.trust != trust.worth:
+            self._placement.set_trust(engine, trust.worth)
         if trust.cache_gone():
             self._placement.clear(engine)
 

@@ -326,12 +326,12 @@ class PrefixAffinity:
             model = self._learn_model(request.model)
         work_s = choice.uncached_s
         ledger = engine.ledger
-        if not ledger.kv_tokens and not len(ledger):
-            engine.quiet = choice
+        ledger.advance(now)
+        if not ledger.pending_s:
             engine.speed.busy_began(now)
-        else:
-            engine.quiet = None
-        ledger.sent(choice, work_s, choice.uncached_tokens + int(model.output_tokens), now)
+        engine.quiet = None if len(ledger) else choice
+        kv_tokens = choice.uncached_tokens + int(model.output_tokens)
+        ledger.sent(choice, work_s, kv_tokens, now, silent=not request.stream)
         model.arrivals.arrived(now, work_s)
         self._fleet.arrived(now, work_s)
         self._recent.add(choice.backend, work_s, now)
@@ -355,11 +355,14 @@ class PrefixAffinity:
             return
         now = self._now()
         ledger = engine.ledger
-        if not ledger.first_token(choice, now):
+        was_waiting = ledger.first_token(choice, now)
+        if choice.first_byte_at != NEVER or (not was_waiting and choice not in ledger):
             return
         choice.first_byte_at = now
-        if engine.quiet is not choice and engine.speed.busy_prefilled(
-            choice.uncached_tokens, now, idle=not ledger.pending_s
+        if (
+            engine.quiet is not choice
+            and choice.request.stream
+            and engine.speed.busy_prefilled(choice.uncached_tokens, now, idle=not ledger.pending_s)
         ):
             self._apply_speed(engine)
 
@@ -383,7 +386,8 @@ class PrefixAffinity:
             return
         model = self._models.get(request.model, self._further_models)
         if was is Phase.DECODING and outcome.end is End.COMPLETE:
-            engine.stay_s += SLOW * (now - choice.first_byte_at - engine.stay_s)
+            began = choice.first_byte_at if request.stream else choice.placed_at
+            engine.stay_s += SLOW * (now - began - engine.stay_s)
         if outcome.completion_tokens is not None:
             model.output_tokens += SLOW * (outcome.completion_tokens - model.output_tokens)
         prompt_tokens = outcome.prompt_tokens
@@ -399,9 +403,10 @@ class PrefixAffinity:
     def _learn_speed(self, engine: EngineState, choice: Choice, outcome: Outcome) -> None:
         """A quiet sample: nothing else of ours was there until its first byte, and the engine reported idle."""
         engine.quiet = None
-        if choice.first_byte_at == NEVER:
+        if choice.first_byte_at == NEVER or engine.foreign or engine.foreign_wait_s:
             return
-        if engine.foreign or engine.foreign_wait_s:
+        in_one_piece = not choice.request.stream and (outcome.completion_tokens or 2) > 1
+        if in_one_piece or not choice.request.readable:
             return
         uncached = choice.uncached_tokens
         if outcome.prompt_tokens is not None:

@@ -50,6 +50,7 @@ class RoutingRequest:
         "prompt_tokens",
         "readable",
         "session_key",
+        "stream",
     )
 
     def __init__(
@@ -63,6 +64,7 @@ class RoutingRequest:
         session_key: bytes | None = None,
         max_tokens: int | None = None,
         readable: bool = True,
+        stream: bool = True,
     ) -> None:
         self.model = model
         self.arrived_at = arrived_at  # clock.now()
@@ -72,6 +74,7 @@ class RoutingRequest:
         self.session_key = session_key
         self.max_tokens = max_tokens
         self.readable = readable  # False: a body of unknown shape, routed by load
+        self.stream = stream  # False: the first byte comes with the last token, and does not tell when prefill ended
 
 
 class Choice:

@@ -35,11 +35,19 @@ def text_of(seed: int, tokens: int) -> bytes:
 
 
 def request(
-    text: bytes = b"", *, at: float = 0.0, model: str = MODEL, key: bytes | None = None, readable: bool = True
+    text: bytes = b"",
+    *,
+    at: float = 0.0,
+    model: str = MODEL,
+    key: bytes | None = None,
+    readable: bool = True,
+    stream: bool = True,
 ) -> RoutingRequest:
     blocks = BlockHashes.from_bytes(text, BLOCK_BYTES) if readable else None
     size = len(text) if readable else 0
-    return RoutingRequest(model, at, blocks=blocks, prefix_bytes=size, session_key=key, readable=readable)
+    return RoutingRequest(
+        model, at, blocks=blocks, prefix_bytes=size, session_key=key, readable=readable, stream=stream
+    )
 
 
 @dataclass(eq=False)
@@ -126,7 +134,7 @@ class SimulatedEngine:
     def _step(self) -> None:
         budget = self.batch_tokens - len(self.decoding)
         prefilled: list[Job] = []
-        tokens = 0
+        tokens = job_left = 0
         held = self.held_tokens
         for job in self.waiting:
             if job.hit_tokens is None:
@@ -138,12 +146,13 @@ class SimulatedEngine:
             job.prefill_left -= part
             budget -= part
             tokens += part
-            if job.prefill_left:
+            job_left = job.prefill_left
+            if job_left:
                 break
             prefilled.append(job)
         took = self.step_s + tokens / self.tokens_per_s + self.decode_s * len(self.decoding)
         self.busy_s += took
-        self.prefill_s += took * (len(prefilled) + 1) if tokens else 0.0
+        self.prefill_s += took * (len(prefilled) + (job_left > 0)) if tokens else 0.0
         self.clock.call_later(took, self._stepped, prefilled)
 
     def _start(self, job: Job) -> None:
@@ -190,7 +199,8 @@ class SimulatedEngine:
 
 @dataclass
 class Fleet:
-    """Engines behind one strategy. `usage`: answers tell cached_tokens. `metrics_age_s`: how old a polled figure is."""
+    """Engines behind one strategy. `usage`: answers tell cached_tokens. `metrics_age_s`: how old a polled figure is.
+    `stream`: False for answers in one piece, whose first byte is their last."""
 
     strategy_name: str = "prefixaware"
     seed: int = 1
@@ -198,6 +208,7 @@ class Fleet:
     poll_s: float = 2.0
     metrics_age_s: float = 0.0
     exports_metrics: bool = True
+    stream: bool = True
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -232,7 +243,7 @@ class Fleet:
 
     def send(self, text: bytes, output_tokens: int = 20, *, key: bytes | None = None) -> Job:
         now = self.clock.now()
-        choice = self.strategy.choose(request(text, at=now, key=key), self.backends)
+        choice = self.strategy.choose(request(text, at=now, key=key, stream=self.stream), self.backends)
         assert choice is not None
         self.strategy.placed(choice)
         tokens = max(len(text) // BYTES_PER_TOKEN, 1)
@@ -281,11 +292,14 @@ class Fleet:
     # ---- inside
 
     def _first(self, job: Job) -> None:
-        self.strategy.first_byte(job.choice)
+        if self.stream:
+            self.strategy.first_byte(job.choice)
 
     def _end(self, job: Job) -> None:
         job.done_at = self.clock.now()
         job.guard.release()
+        if not self.stream:
+            self.strategy.first_byte(job.choice)
         cached = job.hit_tokens if self.usage else None
         self.strategy.observe(
             job.choice, Outcome(End.COMPLETE, job.done_at, 200, job.prompt_tokens, cached, job.output_tokens)
@@ -301,6 +315,8 @@ class Fleet:
             kv_usage=min(engine.held_tokens / engine.kv_tokens, 1.0),
             prefix_queries=engine.queries,
             prefix_hits=engine.hits,
+            prefill_seconds_sum=engine.prefill_s,
+            prefill_count=engine.prefills,
             block_size_tokens=BLOCK_TOKENS,
             num_gpu_blocks=engine.kv_tokens // BLOCK_TOKENS,
             prefix_caching=engine.caching,

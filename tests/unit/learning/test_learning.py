@@ -117,6 +117,26 @@ def test_the_ledger_is_the_sum_of_what_is_open_and_exactly_zero_without(steps: l
     assert (ledger.pending_s, ledger.wait_s(now), ledger.kv_tokens) == (0.0, 0.0, 0)
 
 
+def test_a_silent_attempt_passes_when_the_engine_has_had_the_time() -> None:
+    ledger = PrefillLedger()
+    ledger.sent("a", 1.0, 10, 100.0, silent=True)
+    ledger.sent("b", 2.0, 20, 100.0, silent=True)
+    ledger.sent("c", 4.0, 40, 100.0)
+    assert ledger.wait_s(102.0) == 5.0  # read between events: nothing moves
+    assert ledger.waiting == 3
+    ledger.advance(103.5)
+    assert (ledger.waiting, ledger.decoding, ledger.decoding_kv_tokens) == (1, 2, 30)
+    assert ledger.wait_s(103.5) == pytest.approx(3.5)
+    assert ledger.wait_s(150.0) == pytest.approx(0.0)
+    ledger.sent("d", 1.0, 0, 150.0)
+    assert ledger.wait_s(160.0) == pytest.approx(1.0)  # "c" shows its first token, and has not yet
+    assert not ledger.first_token("a", 151.0)
+    assert "a" in ledger
+    assert ledger.ended("a", 151.0) is Phase.DECODING
+    assert ledger.ended("c", 151.0) is Phase.WAITING
+    assert "c" not in ledger
+
+
 # ---- arrivals
 
 

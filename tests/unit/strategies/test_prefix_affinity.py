@@ -289,6 +289,18 @@ def test_stale_or_missing_metrics_cost_little(age_s: float, exports: bool) -> No
     assert means[1] < 1.15 * means[0]
 
 
+def test_answers_in_one_piece_are_placed_as_well() -> None:
+    """Their first byte comes with their last: it tells neither when a prefill ended nor how fast it was."""
+    means = []
+    for stream in (True, False):
+        fleet = Fleet(stream=stream)
+        fleet.grow(4, kv_tokens=60_000, tokens_per_s=6_000.0)
+        means.append(fleet.mean_ttft_s(conversations(fleet, rate=15, seconds=40)))
+        for engine in placement(fleet)._engines.values():
+            assert 0.6 < 1 / engine.seconds_per_token / 6_000 < 1.7
+    assert means[1] < 1.15 * means[0]
+
+
 # ---- the mirror
 
 
