@@ -39,6 +39,10 @@ class CopyAccounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
+    def __contains__(self, prefix: int) -> bool:
+        """Whether the prefix was used before."""
+        return prefix in self._accounts
+
     def balance_s(self, prefix: int, now: float) -> float:
         entry = self._accounts.get(prefix)
         if entry is None:

@@ -174,6 +174,10 @@ class PrefixAffinity:
         output = model.output_tokens
         if request.max_tokens is not None and request.max_tokens < output:
             output = request.max_tokens
+        # Cached blocks take no room while others use them too; those of a prefix that nobody else used are unheld, and
+        # become held with this request.
+        held_anyway = bool(paid_s)
+        room = output + total
         slower = DECODE_TOKENS * (1.0 + 2.0 * READING * output)
 
         engines = self._engines
@@ -192,7 +196,9 @@ class PrefixAffinity:
             wait = engine.foreign_wait_s
             if ledger.pending_s:
                 wait += ledger.wait_s(now)
-            over = ledger.kv_tokens + left + output - engine.kv_budget
+            over = ledger.kv_tokens + room - engine.kv_budget
+            if held_anyway:
+                over -= hit
             if over > 0.0:
                 freeing = self._freeing_s(engine, over)
                 if freeing > wait:
@@ -330,15 +336,17 @@ class PrefixAffinity:
         if not ledger.pending_s:
             engine.speed.busy_began(now)
         engine.quiet = None if len(ledger) else choice
-        kv_tokens = choice.uncached_tokens + int(model.output_tokens)
+        kv_tokens = choice.prompt_tokens + int(model.output_tokens)
+        blocks = request.blocks
+        best = choice.best_blocks
+        if best and blocks is not None and blocks[best - 1] in self._copies:
+            kv_tokens -= choice.matched_tokens  # held by others
         ledger.sent(choice, work_s, kv_tokens, now, silent=not request.stream)
         model.arrivals.arrived(now, work_s)
         self._fleet.arrived(now, work_s)
         self._recent.add(choice.backend, work_s, now)
-        blocks = request.blocks
         if blocks is None or not blocks:
             return
-        best = choice.best_blocks
         if best:
             if choice.match_blocks >= best:
                 saved_s = choice.matched_tokens * engine.seconds_per_token

@@ -380,6 +380,37 @@ def test_a_full_pool_is_a_wait() -> None:
     assert {rig.take(text_of(n, 100), rig.backends).backend for n in range(4)} == {free}
 
 
+def test_cached_blocks_need_room_unless_others_hold_them() -> None:
+    """A history of 700 tokens in a pool of 1,000, of which others hold 600: to use it is to hold it."""
+    rig = Rig("prefixaware", count=1)
+    rig.backends += (Rig("prefixaware", count=1).backends[0],)
+    there, free = rig.backends
+    history = text_of(1, 704)
+    first = rig.take(history, (there,))
+    rig.clock.advance(0.08)
+    rig.strategy.first_byte(first)
+    there.in_flight -= 1
+    rig.strategy.observe(first, Outcome(End.COMPLETE, rig.clock.now(), 200))
+    rig.strategy.joined(free)
+    for told, usage in ((there, 0.6), (free, 0.0)):
+        before, told.report = (
+            told.report,
+            EngineReport(at=1.0, kv_usage=usage, block_size_tokens=10, num_gpu_blocks=100, running=0.0),
+        )
+        rig.strategy.reported(told, before, told.report)
+    asked = request(history)
+    asked.max_tokens = 10
+    alone = rig.strategy.choose(asked, rig.backends)
+    assert alone is not None
+    assert alone.backend is free
+    assert rig.placement is not None
+    assert asked.blocks is not None
+    rig.placement._copies.served(asked.blocks[alone.best_blocks - 1], 0.07, 0.0, rig.clock.now())
+    shared = rig.strategy.choose(asked, rig.backends)
+    assert shared is not None
+    assert shared.backend is there
+
+
 def test_requests_of_others_count_once_two_polls_agree() -> None:
     rig = Rig("prefixaware", count=2)
     busy, free = rig.backends
