@@ -157,7 +157,6 @@ class KvAware:
         return account
 
     def trust_of(self, backend: Backend) -> Trust | None:
-        """For the admin listing and the metrics: predicted and reported sums and trust. None: nothing to tell yet."""
         account = self._accounts.get(backend)
         return None if account is None else account.trust
 

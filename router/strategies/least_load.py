@@ -8,6 +8,7 @@ from random import Random
 from router.backends.backend import Backend, EngineReport
 from router.clock import Clock
 from router.learning.recent_work import RecentWork
+from router.learning.trust import Trust
 from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
 
 
@@ -58,3 +59,6 @@ class LeastLoad:
     def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None: ...
 
     def joined(self, backend: Backend) -> None: ...
+
+    def trust_of(self, backend: Backend) -> Trust | None:
+        return None

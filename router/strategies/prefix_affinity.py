@@ -36,6 +36,7 @@ from router.learning.mirror_size import MirrorSize
 from router.learning.prefill_ledger import Phase, PrefillLedger
 from router.learning.prefill_speed import PRIOR_TOKENS_PER_S, PrefillSpeed
 from router.learning.recent_work import RecentWork
+from router.learning.trust import Trust
 from router.strategies.strategy import NEVER, Choice, End, Need, Outcome, Reason, RoutingRequest
 
 NEAR_RATIO, NEAR_S = 1.02, 0.002  # prices this near to the least tie
@@ -487,6 +488,9 @@ class PrefixAffinity:
         self._mirror.remove_backend(engine.slot)
         self._recent.forget(backend)
         backend.slot = -1
+
+    def trust_of(self, backend: Backend) -> Trust | None:
+        return None
 
     # ---- for strategies built on this one
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.backends.backend import Backend, EngineReport
+from router.learning.trust import Trust
 from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
 
 MAX_MODELS = 1024  # rotations kept; the least recently started goes
@@ -60,3 +61,6 @@ class RoundRobin:
     def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None: ...
 
     def joined(self, backend: Backend) -> None: ...
+
+    def trust_of(self, backend: Backend) -> Trust | None:
+        return None

@@ -8,6 +8,7 @@ from math import log
 import xxhash
 
 from router.backends.backend import Backend, EngineReport
+from router.learning.trust import Trust
 from router.strategies.prefix_affinity import PrefixAffinity
 from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
 
@@ -77,3 +78,6 @@ class Session:
 
     def forget(self, backend: Backend) -> None:
         self._keyless.forget(backend)
+
+    def trust_of(self, backend: Backend) -> Trust | None:
+        return self._keyless.trust_of(backend)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from native.block_hash import BlockHashes
 from router.backends.backend import Backend, EngineReport
+from router.learning.trust import Trust
 
 NEVER = float("-inf")
 
@@ -175,4 +176,9 @@ class Strategy(Protocol):
 
     def forget(self, backend: Backend) -> None:
         """Its cache is gone: it was removed, or restarted. Attempts on it may still be open."""
+        ...
+
+    def trust_of(self, backend: Backend) -> Trust | None:
+        """How far the backend's reports bear our predictions out, for the admin listing and the metrics. None where
+        nothing is compared."""
         ...

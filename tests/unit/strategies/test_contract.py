@@ -142,6 +142,16 @@ def test_a_restarted_backend_serves_on_and_strangers_to_it_change_nothing(rig: R
         assert len(engine.ledger) == 0
 
 
+def test_trust_is_told_where_it_is_kept(rig: Rig) -> None:
+    choice = rig.take(TEXTS[0], rig.backends)
+    rig.strategy.first_byte(choice)
+    rig.end(choice)
+    told = rig.strategy.trust_of(choice.backend)
+    assert (told is not None) is isinstance(rig.strategy, KvAware)
+    rig.strategy.forget(choice.backend)
+    assert rig.strategy.trust_of(choice.backend) is None
+
+
 def test_an_unreadable_body_goes_by_load(rig: Rig) -> None:
     busy, *free = rig.backends
     for _ in range(5):
