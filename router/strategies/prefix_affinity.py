@@ -47,6 +47,8 @@ CROWDED = 2.0  # the price of a copy, in its own prefill, where it displaces som
 READING = 0.1  # seconds of waiting that a second of slower reading is worth
 PRIOR_OUTPUT_TOKENS = 200.0
 PRIOR_STAY_S = 2.5  # from first to last token
+UNKNOWN = float("inf")  # a pool whose size is not reported never overflows
+LONGER = 1.25  # by so much our count of a prompt's tokens may be above the engine's
 SLOW = 0.02  # weight of one answer in the averages of outputs and stays
 MAX_MODELS = 1024  # learned apart; the fleet's further models share one record
 
@@ -102,8 +104,8 @@ class EngineState:
         self.caching = True
         self.trust = 1.0
         self.worth = 1.0  # of a matched token: trust, or 0 where the engine does not cache
-        self.kv_capacity = float("inf")  # tokens
-        self.kv_budget = float("inf")  # what ledger.kv_tokens may reach before the pool overflows
+        self.kv_capacity = UNKNOWN  # tokens
+        self.kv_budget = UNKNOWN  # what ledger.kv_tokens may reach before the pool overflows
         self.foreign = 0.0  # requests there that are not ours
         self.foreign_wait_s = 0.0  # prefill of those that wait
         self.elsewhere = (0.0, 0.0)  # foreign running and waiting, as the last poll made it
@@ -225,17 +227,19 @@ class PrefixAffinity:
         chosen = self._nearest(candidates, least, matched, block_tokens, top)
         raw = matched[chosen.slot] if block_tokens else 0
         hit = min(raw * block_tokens * chosen.worth, top)
-        reason = Reason.SHAPE
-        if request.readable:
-            reason = Reason.LOAD
-            saved_s = hit * chosen.seconds_per_token
-            if (saved_s > USEFUL_S or 2.0 * hit >= total) and (
-                hit >= longest or (longest - hit) * chosen.seconds_per_token <= NEAR_S
-            ):
-                reason = Reason.PREFIX
+        reason = self._reason(request, chosen, hit, longest, total)
         ledger = chosen.ledger
         wait = chosen.foreign_wait_s + (ledger.wait_s(now) if ledger.pending_s else 0.0)
         return self._choice(request, chosen, reason, raw, hit, total, deepest, max(wait - shortest, 0.0))
+
+    def _reason(self, request: RoutingRequest, chosen: EngineState, hit: float, longest: float, total: int) -> Reason:
+        """`prefix` where the match is useful and none of the candidates has a longer one that was outweighed."""
+        if not request.readable:
+            return Reason.SHAPE
+        token_s = chosen.seconds_per_token
+        if hit * token_s <= USEFUL_S and 2.0 * hit < total:
+            return Reason.LOAD
+        return Reason.PREFIX if (longest - hit) * token_s <= NEAR_S else Reason.LOAD
 
     def _nearest(
         self, candidates: Sequence[Backend], least: float, matched: array[int], block_tokens: float, top: int
@@ -355,8 +359,18 @@ class PrefixAffinity:
             else:
                 missing = (best - choice.match_blocks) * self.block_bytes * choice.prompt_tokens / request.prefix_bytes
                 self._copies.copied(blocks[best - 1], missing * engine.seconds_per_token, now)
-        if engine.caching:
+        if engine.caching and choice.prompt_tokens <= self._longest_prompt(engine, request.model):
             self._mirror.insert(engine.slot, blocks)
+
+    def _longest_prompt(self, engine: EngineState, model: str) -> float:
+        """Tokens above which the engine will refuse a prompt: one that is far too long must not empty its mirror."""
+        longest = engine.kv_capacity if engine.kv_capacity != UNKNOWN else self._assumed_kv_tokens
+        entry = engine.backend.models.get(model)
+        if entry is not None:
+            told = entry.get("max_model_len")
+            if isinstance(told, int) and 0 < told < longest:
+                longest = told
+        return LONGER * longest
 
     def first_byte(self, choice: Choice) -> None:
         engine = self._engines.get(choice.backend)
@@ -386,7 +400,7 @@ class PrefixAffinity:
         refused = outcome.status is not None and outcome.status >= 400
         request = choice.request
         blocks = request.blocks
-        if blocks is not None and engine.caching:
+        if blocks and engine.caching:
             if was is Phase.WAITING and (outcome.end is not End.COMPLETE or refused):
                 self._mirror.forget_after(engine.slot, blocks, choice.match_blocks)
             elif choice.placed_at < engine.cleared_at and not refused:

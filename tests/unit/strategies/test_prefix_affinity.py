@@ -333,6 +333,24 @@ def test_a_refused_prompt_never_came() -> None:
     assert rig.tree.blocks_of(rig.backends[0].slot) == 0
 
 
+@pytest.mark.parametrize(("told", "pool_blocks"), [(200, 40), (None, 10)])
+def test_a_prompt_that_the_engine_will_refuse_does_not_empty_its_mirror(told: int | None, pool_blocks: int) -> None:
+    rig = Rig("prefixaware", count=1)
+    only = rig.backends[0]
+    only.models["m"]["max_model_len"] = told
+    before, only.report = only.report, EngineReport(at=1.0, block_size_tokens=16, num_gpu_blocks=pool_blocks)
+    rig.strategy.reported(only, before, only.report)
+    kept = rig.take(text_of(1, 128), rig.backends)
+    rig.strategy.first_byte(kept)
+    held = rig.tree.blocks_of(only.slot)
+    assert held == 4
+    for n in range(5):
+        refused = rig.take(text_of(10 + n, 640), rig.backends)
+        rig.strategy.observe(refused, Outcome(End.COMPLETE, rig.clock.now(), 400))
+    assert rig.tree.blocks_of(only.slot) == held
+    assert rig.tree.match_one(only.slot, request(text_of(1, 128)).blocks) == 4  # type: ignore[arg-type]
+
+
 def test_the_mirror_has_the_size_of_the_engines_pool() -> None:
     rig = Rig("prefixaware", count=1)
     only = rig.backends[0]
