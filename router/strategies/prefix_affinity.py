@@ -110,7 +110,7 @@ class EngineState:
         self.foreign_wait_s = 0.0  # prefill of those that wait
         self.elsewhere = (0.0, 0.0)  # foreign running and waiting, as the last poll made it
         self.stay_s = PRIOR_STAY_S
-        self.quiet: Choice | None = None  # the attempt that has had the engine for itself so far
+        self.quiet: Choice | None = None  # the attempt before its first byte that has the engine for itself so far
         self.cleared_at = NEVER
 
 
@@ -382,8 +382,10 @@ class PrefixAffinity:
         if choice.first_byte_at != NEVER or (not was_waiting and choice not in ledger):
             return
         choice.first_byte_at = now
+        choice.quiet = engine.quiet is choice
+        engine.quiet = None
         if (
-            engine.quiet is not choice
+            not choice.quiet
             and choice.request.stream
             and engine.speed.busy_prefilled(choice.uncached_tokens, now, idle=not ledger.pending_s)
         ):
@@ -397,13 +399,15 @@ class PrefixAffinity:
         was = engine.ledger.ended(choice, now)
         if was is None:
             return
+        if engine.quiet is choice:
+            engine.quiet = None
         refused = outcome.status is not None and outcome.status >= 400
         request = choice.request
         blocks = request.blocks
         if blocks and engine.caching:
-            if was is Phase.WAITING and (outcome.end is not End.COMPLETE or refused):
+            if refused or (was is Phase.WAITING and outcome.end is not End.COMPLETE):
                 self._mirror.forget_after(engine.slot, blocks, choice.match_blocks)
-            elif choice.placed_at < engine.cleared_at and not refused:
+            elif choice.placed_at < engine.cleared_at:
                 self._mirror.insert(engine.slot, blocks)  # the mirror was emptied since, this prompt is there
         if refused:
             return
@@ -420,16 +424,13 @@ class PrefixAffinity:
             and model.text.observe(request.prefix_bytes, prompt_tokens)
         ):
             self._size_mirror(engine, model.text.ratio)
-        if engine.quiet is choice:
+        if choice.quiet:
             self._learn_speed(engine, choice, outcome)
 
     def _learn_speed(self, engine: EngineState, choice: Choice, outcome: Outcome) -> None:
         """A quiet sample: nothing else of ours was there until its first byte, and the engine reported idle."""
-        engine.quiet = None
-        if choice.first_byte_at == NEVER or engine.foreign or engine.foreign_wait_s:
-            return
         in_one_piece = not choice.request.stream and (outcome.completion_tokens or 2) > 1
-        if in_one_piece or not choice.request.readable:
+        if in_one_piece or not choice.request.readable or engine.foreign or engine.foreign_wait_s:
             return
         uncached = choice.uncached_tokens
         if outcome.prompt_tokens is not None:

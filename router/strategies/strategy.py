@@ -89,6 +89,7 @@ class Choice:
         "matched_tokens",
         "placed_at",
         "prompt_tokens",
+        "quiet",
         "reason",
         "request",
         "spared_s",
@@ -122,6 +123,7 @@ class Choice:
         self.spared_s = spared_s  # how much shorter the shortest wait of the candidates was
         self.placed_at = NEVER  # clock.now(); written by the strategy
         self.first_byte_at = NEVER
+        self.quiet = False  # whether it had the backend for itself until its first byte; written by the strategy
 
 
 class End(Enum):

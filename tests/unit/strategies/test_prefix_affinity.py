@@ -326,9 +326,12 @@ def test_what_was_prefilled_stays_though_the_client_left() -> None:
     assert rig.tree.blocks_of(rig.backends[0].slot) == 10
 
 
-def test_a_refused_prompt_never_came() -> None:
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_refused_prompt_never_came(answered: bool) -> None:
     rig = Rig("prefixaware", count=1)
     choice = rig.take(text_of(1, 320), rig.backends)
+    if answered:
+        rig.strategy.first_byte(choice)  # of the error's body
     rig.strategy.observe(choice, Outcome(End.COMPLETE, rig.clock.now(), 400))
     assert rig.tree.blocks_of(rig.backends[0].slot) == 0
 
