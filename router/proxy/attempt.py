@@ -14,23 +14,14 @@ HELD_LIMIT_BYTES = 65536  # of a response whose fate is open; one that is longer
 
 
 class HeldAnswer:
-    """A response kept back: its head and all that came of its body, framing included."""
+    """An engine's whole answer, kept in case no repeat brings a better one."""
 
-    __slots__ = ("backend_name", "complete", "head", "pieces", "reason", "size")
+    __slots__ = ("choice", "head", "pieces")
 
-    def __init__(self, head: ResponseHead, backend_name: str, reason: str) -> None:
+    def __init__(self, head: ResponseHead, choice: Choice, pieces: list[bytes]) -> None:
         self.head = head
-        self.backend_name = backend_name
-        self.reason = reason
-        self.pieces: list[bytes] = []
-        self.size = 0
-        self.complete = False  # its end was seen
-
-    def add(self, data: bytes) -> bool:
-        """False when the bound is passed."""
-        self.pieces.append(data)
-        self.size += len(data)
-        return self.size <= HELD_LIMIT_BYTES
+        self.choice = choice
+        self.pieces = pieces  # of its body, framing included
 
 
 class Attempt:
@@ -38,28 +29,38 @@ class Attempt:
         "choice",
         "connecting",
         "guard",
+        "head",
         "held",
+        "held_bytes",
         "judging",
         "peek",
         "reused",
         "sent",
-        "started_at",
         "status",
         "upstream",
     )
 
-    def __init__(self, choice: Choice, guard: InFlight, now: float) -> None:
+    def __init__(self, choice: Choice, guard: InFlight) -> None:
         self.choice = choice
         self.guard = guard
-        self.started_at = now
         self.connecting: Connecting | None = None
         self.upstream: Upstream | None = None  # ours from the connection to the response's end
         self.reused = False  # the connection had served before and may be dead
         self.sent = False  # some of the request may have reached the engine
         self.status: int | None = None
-        self.held: HeldAnswer | None = None
+        self.head: ResponseHead | None = None
+        self.held: list[bytes] | None = None  # body pieces kept back, framing included
+        self.held_bytes = 0
         self.judging = False  # an answer that may be repeated elsewhere: wait for its end before passing it on
         self.peek: StreamPeek | None = None
+
+    def hold(self, data: bytes) -> bool:
+        """Keep a piece back. False when the bound is passed."""
+        if self.held is None:
+            self.held = []
+        self.held.append(data)
+        self.held_bytes += len(data)
+        return self.held_bytes <= HELD_LIMIT_BYTES
 
 
 class StreamPeek:

@@ -204,7 +204,7 @@ class Exchange:
             s.metrics.queue_time.observe(self._queued_s)
         self._attempts += 1
         self._load = backend.in_flight
-        attempt = self._attempt = Attempt(choice, InFlight(backend), now)
+        attempt = self._attempt = Attempt(choice, InFlight(backend))
         s.admission.taken()
         s.passive_health.started(backend)
         s.strategy.placed(choice)
@@ -275,7 +275,7 @@ class Exchange:
         assert attempt is not None
         assert self._head is not None
         attempt.status = head.status
-        attempt.held = HeldAnswer(head, attempt.choice.backend.name, attempt.choice.reason)
+        attempt.head = head
         if head.status == 101:
             if self._head.upgrade is None or self._head.upgrade.lower() != b"websocket":
                 self._lose_upstream("it switched protocols unasked")
@@ -293,25 +293,28 @@ class Exchange:
             return
         attempt = self._attempt
         assert attempt is not None
-        held = attempt.held
-        assert held is not None
-        if not held.add(data):
-            attempt.judging = False
-            self._commit()
-        elif attempt.judging:
-            return
-        elif attempt.peek is not None:
-            attempt.peek.framer.feed_into(data, attempt.peek.payload)
-            verdict = first_event(bytes(attempt.peek.payload))
-            if verdict is First.DATA or (verdict is First.ERROR and not self._repeatable(sent=True)):
+        if attempt.judging:
+            if not attempt.hold(data):
+                attempt.judging = False
                 self._commit()
-            elif verdict is First.ERROR:
-                name = attempt.choice.backend.name
-                self._fail_attempt("error_event", upstream_error(f"Backend {name} failed before its first token."))
+        elif attempt.peek is not None:
+            self._peek(attempt, attempt.peek, data)
         else:
             framer = attempt.upstream.framer if attempt.upstream is not None else None
-            if framer is not None and framer.payload_bytes:
-                self._commit()
+            if attempt.hold(data) and (framer is None or not framer.payload_bytes):
+                return  # chunk framing alone
+            self._commit()
+
+    def _peek(self, attempt: Attempt, peek: StreamPeek, data: bytes) -> None:
+        """A stream's first event decides: a comment tells nothing, an error may be mended elsewhere."""
+        fits = attempt.hold(data)
+        peek.framer.feed_into(data, peek.payload)
+        verdict = first_event(bytes(peek.payload))
+        if verdict is First.DATA or not fits or (verdict is First.ERROR and not self._repeatable(sent=True)):
+            self._commit()
+        elif verdict is First.ERROR:
+            name = attempt.choice.backend.name
+            self._fail_attempt("error_event", upstream_error(f"Backend {name} failed before its first token."))
 
     def on_response_end(self) -> None:
         attempt = self._attempt
@@ -339,51 +342,52 @@ class Exchange:
 
     def _commit(self) -> None:
         """The first body byte is here: the answer is this one, and begins to go downstream."""
-        attempt, head = self._attempt, self._head
+        attempt = self._attempt
         assert attempt is not None
-        assert head is not None
-        held = attempt.held
-        assert held is not None
+        answer = attempt.head
+        assert answer is not None
         s = self._s
         self._enter(Phase.STREAMING)
         now = s.clock.now()
         self._first_byte_at = self._last_byte_at = now
-        s.passive_health.answered(attempt.choice.backend)
-        s.strategy.first_byte(attempt.choice)
+        choice = attempt.choice
+        s.passive_health.answered(choice.backend)
+        s.strategy.first_byte(choice)
         s.metrics.ttft.observe(now - self._started_at)
-        attempt.held = attempt.peek = None
         self._framer = attempt.upstream.framer if attempt.upstream is not None else None
-        self._stream = held.head.event_stream
+        self._stream = answer.event_stream
         self._upstream_body = b""
-        self._served_by = attempt.choice
-        self._write_held(held)
+        pieces, attempt.held, attempt.peek = attempt.held, None, None
+        self._write_answer(answer, choice, pieces)
         self._downstream.set_deadline(s.settings.idle_s)
 
-    def _write_held(self, held: HeldAnswer) -> None:
+    def _write_answer(self, answer: ResponseHead, choice: Choice, pieces: list[bytes] | None) -> None:
+        """An engine's head and what is here of its body, in one write."""
         head = self._head
         assert head is not None
-        answer = held.head
+        self._served_by = choice
         self._status = answer.status
         dechunk = head.http_1_0 and answer.framing is Framing.CHUNKED
         close = not head.keep_alive or answer.framing is Framing.UNTIL_CLOSE
         if close or self._tunnel:
             head.keep_alive = False
-        matched = self._served_by.matched_tokens if self._served_by is not None else 0
         ours = b"x-request-id: %b\r\nx-kvgate-backend: %b\r\nx-kvgate-reason: %b\r\nx-kvgate-matched: %d\r\n" % (
             self._request_id,
-            held.backend_name.encode("ascii", "replace"),
-            held.reason.encode(),
-            matched,
+            choice.backend.name.encode("ascii", "replace"),
+            choice.reason.encode(),
+            choice.matched_tokens,
         )
-        rendered = render_response_head(answer, ours=ours, date=self._s.date.now(), dechunk=dechunk, close=close)
-        if dechunk:
+        data = render_response_head(answer, ours=ours, date=self._s.date.now(), dechunk=dechunk, close=close)
+        if pieces is None:
+            pass
+        elif dechunk:
             self._dechunker = BodyFramer(Framing.CHUNKED)
-            out = bytearray(rendered)
-            for piece in held.pieces:
+            out = bytearray(data)
+            for piece in pieces:
                 self._dechunker.feed_into(piece, out)
             data = bytes(out)
         else:
-            data = b"".join((rendered, *held.pieces)) if held.pieces else rendered
+            data = b"".join((data, *pieces))
         self._bytes_out += len(data)
         self._downstream.write(data)
 
@@ -473,11 +477,8 @@ class Exchange:
         """A whole answer that says `busy` or `broken`: is another backend better, or is this the answer?"""
         attempt = self._attempt
         assert attempt is not None
-        held = attempt.held
-        assert held is not None
-        held.complete = True
         attempt.judging = False
-        if held.head.status in BUSY_STATUSES:
+        if attempt.status in BUSY_STATUSES:
             self._repeat_or_pass(repeat=True)
         else:
             self._downstream.deadline = None  # a check has its own time limit
@@ -490,13 +491,11 @@ class Exchange:
     def _repeat_or_pass(self, repeat: bool) -> None:
         attempt = self._attempt
         assert attempt is not None
-        held = attempt.held
-        assert held is not None
-        backend = attempt.choice.backend
+        assert attempt.head is not None
         if repeat and self._repeatable(sent=True):
-            reason = "busy" if held.head.status in BUSY_STATUSES else "broken"
-            error = upstream_error(f"Backend {backend.name} answered {held.head.status}.")
-            self._fail_attempt(reason, error, held)
+            reason = "busy" if attempt.status in BUSY_STATUSES else "broken"
+            error = upstream_error(f"Backend {attempt.choice.backend.name} answered {attempt.status}.")
+            self._fail_attempt(reason, error, HeldAnswer(attempt.head, attempt.choice, attempt.held or []))
         else:
             self._commit()
             self._end_attempt(End.COMPLETE)
@@ -538,7 +537,7 @@ class Exchange:
         if failure is None:
             self._answer_error(describe_outage(self.pool))
         elif failure.answer is not None:
-            self._write_held(failure.answer)
+            self._write_answer(failure.answer.head, failure.answer.choice, failure.answer.pieces)
             self._enter(Phase.DONE)
             self._finish(EndedBy.UPSTREAM)
         else:

@@ -467,8 +467,9 @@ class PrefixAffinity:
     def _heed_report(self, engine: EngineState, report: EngineReport) -> None:
         ledger = engine.ledger
         # What is there beyond ours, or has left us since the engine counted: the smaller of two polls in a row.
-        others = max(report.running + report.waiting - len(ledger), 0.0)
-        waiting = min(others, report.waiting)
+        reported_waiting = report.waiting or 0.0  # None: not exported, and then nothing is known beyond ours
+        others = max((report.running or 0.0) + reported_waiting - len(ledger), 0.0)
+        waiting = min(others, reported_waiting)
         running = others - waiting
         engine.foreign = min(running, engine.elsewhere[0])
         engine.foreign_wait_s = min(waiting, engine.elsewhere[1]) * self._fleet.mean_work_s()
@@ -476,7 +477,7 @@ class PrefixAffinity:
         capacity = report.kv_capacity_tokens
         if capacity:
             engine.kv_capacity = float(capacity)
-            engine.kv_budget = capacity * (1.0 - report.kv_usage) + ledger.decoding_kv_tokens
+            engine.kv_budget = capacity * (1.0 - (report.kv_usage or 0.0)) + ledger.decoding_kv_tokens
         caching = report.prefix_caching is not False
         if caching is not engine.caching:
             engine.caching = caching
