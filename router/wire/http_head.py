@@ -10,6 +10,7 @@ What is hop-by-hop (RFC 9110 section 7.6.1) ends here, in both directions. All o
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import httptools
 
@@ -30,8 +31,14 @@ class _Events:
 
     __slots__ = ("complete",)
 
-    on_message_begin = on_url = on_status = on_header = on_body = None
-    on_message_complete = on_chunk_header = on_chunk_complete = None
+    on_message_begin: Any = None
+    on_url: Any = None
+    on_status: Any = None
+    on_header: Any = None
+    on_body: Any = None
+    on_message_complete: Any = None
+    on_chunk_header: Any = None
+    on_chunk_complete: Any = None
 
     def __init__(self) -> None:
         self.complete = False
