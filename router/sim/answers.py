@@ -17,15 +17,13 @@ import orjson
 from router.sim.engine_model import Finish
 from router.sim.tokenizer import PIECE_BYTES, tokenize_text
 
-WORDS = tuple(
-    " " + word
-    for word in (
-        "the and for are but not you all any can had her was one our out day get has him his how man new now old see "
-        "two way who did its let put say she too use map run set key top end low raw bit row net log hot try add big "
-        "few far yet own per due sum max min ask air arm art bag bar bed box boy bus car cat cup cut dog dry ear eat "
-        "egg eye fit fix fly fun gas hat hit ice ink job joy kid leg lie lot mix mud"
-    ).split()
+_THREE_LETTERS = (
+    "the and for are but not you all any can had her was one our out day get has him his how man new now old see two "
+    "way who did its let put say she too use map run set key top end low raw bit row net log hot try add big few far "
+    "yet own per due sum max min ask air arm art bag bar bed box boy bus car cat cup cut dog dry ear eat egg eye fit "
+    "fix fly fun gas hat hit ice ink job joy kid leg lie lot mix mud"
 )
+WORDS = tuple(f" {word}" for word in _THREE_LETTERS.split())
 MAX_SCHEMA_DEPTH = 8
 MAX_SCHEMA_FIELDS = 64
 

@@ -171,7 +171,9 @@ class BlockPool:
         """Walk all invariants; AssertionError with detail if one is broken."""
         for block in range(1, self.num_blocks):
             assert self._references[block] >= 0, f"block {block} has {self._references[block]} references"
-            assert (self._references[block] == 0) == (block in self._free), f"block {block} is held and free, or neither"
+            assert (self._references[block] == 0) == (block in self._free), (
+                f"block {block} is held and free, or neither"
+            )
         assert 0 not in self._free, "the null block is free"
         named = sorted(block for block in range(1, self.num_blocks) if self._hash_of[block] is not None)
         known = list(self._cached.values())

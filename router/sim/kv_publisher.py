@@ -67,6 +67,12 @@ class KVEventsConfig:
     max_queue_size: int = 100_000
 
 
+def _integer_option(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
+
 class KVPublisher:
     """`owner_of` gives the Sequenced behind a pool event's owner; `wall_time` stamps the batches (Unix seconds)."""
 
@@ -100,7 +106,7 @@ class KVPublisher:
             # Room for the whole ring and its end; a reader that does not read loses the rest instead of our memory.
             self._replay.sndhwm = 2 * (config.buffer_steps + 1)
             self.replay_port = self._bind(self._replay, config.replay_port)
-            loop.add_reader(self._replay.fd, self._serve_replay)
+            loop.add_reader(_integer_option(self._replay, zmq.FD), self._serve_replay)
 
     def sources(self) -> dict[str, dict[str, Any]]:
         """The body of GET /kv_event_sources: resolved endpoints, with the engine's `*` for the host."""
@@ -138,7 +144,7 @@ class KVPublisher:
 
     def close(self) -> None:
         if self._replay is not None:
-            self._loop.remove_reader(self._replay.fd)
+            self._loop.remove_reader(_integer_option(self._replay, zmq.FD))
             self._replay.close()
             self._replay = None
         self._publisher.close()
@@ -148,8 +154,13 @@ class KVPublisher:
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if ":" in self.config.host:
             socket.ipv6 = True
-        socket.bind(f"tcp://{host}:{port or '*'}")
-        return int(socket.last_endpoint.rsplit(b":", 1)[1])
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"KV events on {host}:{port}: {error}") from None
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
     def _hash(self, value: int) -> int | bytes:
         if self.config.hashes is HashFormat.INT:
@@ -193,7 +204,7 @@ class KVPublisher:
     def _serve_replay(self) -> None:
         # The descriptor is edge-triggered: everything that is there must be read now.
         socket = self._replay
-        while socket is not None and socket.events & zmq.POLLIN:
+        while socket is not None and _integer_option(socket, zmq.EVENTS) & zmq.POLLIN:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
