@@ -222,7 +222,8 @@ async def serve(config: SimConfig, faults: list[tuple[FaultKind, str | bool, int
         loop.add_signal_handler(number, stop)
     port = await server.start()
     for kind, value, count in faults:
-        server.switch(kind, value, count)
+        server.faults.set(kind, value, count)
+    await server.apply_faults()
     host = f"[{config.host}]" if ":" in config.host else config.host
     if server.control_port is not None:
         sys.stdout.write(f"control on http://{host}:{server.control_port}\n")

@@ -350,9 +350,9 @@ class HttpProtocol(asyncio.Protocol):
 
     # -- what exchanges and the server use
 
-    @property
-    def busy(self) -> bool:
-        return self._current is not None
+    def serves(self, exchange: Exchange | None) -> bool:
+        """Whether this is the exchange being answered here."""
+        return exchange is not None and self._current is exchange
 
     @property
     def writable(self) -> bool:

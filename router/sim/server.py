@@ -139,7 +139,7 @@ class SimServer:
         )
         self._date = DateHeader(wall_time)
         self._routes = route_table(config)
-        self._listening: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None  # the loop holds its tasks weakly
         self._texts = TokenTexts()
         self._adapters: dict[str, str] = {}
         self._serving: dict[str, Serving] = {}  # by engine request id; several ids may share one
@@ -278,6 +278,7 @@ class SimServer:
             self._flush(serving)
         self._publish()
         self._open_step()
+        self._changed()
 
     def _publish(self) -> None:
         if self.publisher is not None:
@@ -873,41 +874,44 @@ class SimServer:
             except ValueError:
                 kinds = ", ".join(fault.value for fault in FaultKind)
                 raise ValueError(f"kind: expected clear or one of {kinds}") from None
-            self.switch(kind, body.get("value", True), body.get("count"))
+            self.faults.set(kind, body.get("value", True), body.get("count"))
+        # The answer comes when it is done: the port open or closed, the cache empty.
+        self._applying = self._loop.create_task(self._apply_and_answer(exchange))
+
+    async def _apply_and_answer(self, exchange: Exchange) -> None:
+        try:
+            await self.apply_faults(exchange)
+        except OSError as error:
+            exchange.respond(500, orjson.dumps({"error": str(error)}))
+            return
         exchange.respond(200, orjson.dumps({"faults": self.faults.active()}))
 
-    def switch(self, kind: FaultKind, value: Any, count: int | None = None) -> None:
-        """Switch a fault on or off; what must happen at once, happens. ValueError for a bad value."""
-        self.faults.set(kind, value, count)
-        if kind is FaultKind.COLD_RESTART:
-            self.faults.set(kind, None)
-            if value:
-                self.cold_restart()
-        elif kind is FaultKind.REFUSE:
-            # After the answer to this very request is out.
-            self._loop.call_soon(self._apply_refuse)
-
-    def _apply_refuse(self) -> None:
-        value = self.faults.peek(FaultKind.REFUSE)
-        if value is not None and self._server is not None:
+    async def apply_faults(self, spared: Exchange | None = None) -> None:
+        """Do what is done once, not per request: close or open the port, restart cold. OSError if the port is lost."""
+        if self.faults.peek(FaultKind.COLD_RESTART):
+            self.faults.set(FaultKind.COLD_RESTART, None)
+            self.cold_restart(spared)
+        refuse = self.faults.peek(FaultKind.REFUSE)
+        if refuse is None and self._server is None and not self.draining:
+            await self._listen()
+        elif refuse is not None and self._server is not None:
             server, self._server = self._server, None
             server.close()
             for connection in list(self.connections):
-                connection.reset()
-            if value is not True:
-                self.clock.call_later(float(value), self._accept_again)
-        elif value is None and self._server is None:
-            self._accept_again()
+                if not connection.serves(spared):
+                    connection.reset()
+            await asyncio.sleep(0)  # uvloop closes the listening socket in the next iteration
+            if refuse is not True:
+                self.clock.call_later(float(refuse), self._accept_again)
 
     def _accept_again(self) -> None:
         self.faults.set(FaultKind.REFUSE, None)
-        if self._server is None and not self.draining:
-            self._listening = self._loop.create_task(self._listen())
+        self._applying = self._loop.create_task(self.apply_faults())
 
-    def cold_restart(self) -> None:
+    def cold_restart(self, spared: Exchange | None = None) -> None:
         """As if the process had been killed and started again, on the same ports."""
         for connection in list(self.connections):
-            if connection.busy:
+            if not connection.serves(spared):
                 connection.reset()
         for request in self.model.requests():
             serving = self._serving.pop(request.request_id, None)
