@@ -100,6 +100,14 @@ def read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def read_body(media_type: str, body: bytes) -> dict[str, Any]:
+    """The object in a body of this content-type."""
+    media = media_type.partition(";")[0].strip().lower()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        raise UNSUPPORTED_TYPE
+    return read_json(body)
+
+
 def _integer(body: Mapping[str, Any], name: str) -> int | None:
     value = body.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):

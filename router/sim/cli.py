@@ -20,7 +20,8 @@ from router.sim.engine_metrics import Names
 from router.sim.engine_model import EngineConfig
 from router.sim.faults import FaultKind, parse_value
 from router.sim.kv_publisher import Encoding, HashFormat, KVEventsConfig
-from router.sim.server import SimConfig, SimServer
+from router.sim.server import SimServer
+from router.sim.sim_config import SimConfig
 
 DEFAULT_MODEL_LEN = 131_072
 

@@ -115,6 +115,10 @@ class Exchange:
         self._chunked = False
 
     @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "")
+
+    @property
     def writable(self) -> bool:
         return self._protocol.writable
 
