@@ -79,6 +79,11 @@ def json_for_schema(schema: Any, seed: int) -> str:
     return orjson.dumps(_value(schema, Random(seed), 0)).decode("ascii", "replace")
 
 
+def _bound(schema: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = schema.get(name)
+    return value if isinstance(value, int | float) and abs(value) < 2**53 else otherwise
+
+
 def _value(schema: Any, random: Random, depth: int) -> Any:
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return {}
@@ -93,15 +98,15 @@ def _value(schema: Any, random: Random, depth: int) -> Any:
     if kind == "string":
         return random.choice(WORDS).strip()
     if kind == "integer":
-        return int(schema.get("minimum") or random.randrange(100))
+        return int(_bound(schema, "minimum", random.randrange(100)))
     if kind == "number":
-        return float(schema.get("minimum") or random.randrange(100))
+        return float(_bound(schema, "minimum", random.randrange(100)))
     if kind == "boolean":
         return random.random() < 0.5
     if kind == "null":
         return None
     if kind == "array":
-        count = max(1, min(int(schema.get("minItems") or 1), MAX_SCHEMA_FIELDS))
+        count = max(1, min(int(_bound(schema, "minItems", 1)), MAX_SCHEMA_FIELDS))
         return [_value(schema.get("items"), random, depth + 1) for _ in range(count)]
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):

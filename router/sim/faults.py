@@ -72,7 +72,7 @@ def parse_value(kind: FaultKind, value: Any) -> Any:
             raise ValueError(f"{kind}: expected true or false")
         return True
     if kind is FaultKind.REFUSE:
-        if value is not True and value <= 0:
+        if value is not True and (not isinstance(value, int | float) or value <= 0):
             raise ValueError(f"{kind}: expected true or seconds above 0")
         return value
     if value is True or not isinstance(value, int | float) or value < 0:

@@ -226,6 +226,7 @@ class HttpProtocol(asyncio.Protocol):
     """One connection."""
 
     __slots__ = (
+        "_answering",
         "_application",
         "_closing",
         "_current",
@@ -253,6 +254,7 @@ class HttpProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._closing = False
+        self._answering = False
         self._paused = False
         self._reading_paused = False
         self._idle_timer: TimerHandle | None = None
@@ -297,6 +299,8 @@ class HttpProtocol(asyncio.Protocol):
             self._bad_request()
         except httptools.HttpParserError:
             self._bad_request()
+        # Outside of the parser, which would make a 400 of what goes wrong in an answer.
+        self._next()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -343,14 +347,10 @@ class HttpProtocol(asyncio.Protocol):
             return
         request.body = b"".join(self._request_body)
         self._request_body = []
-        if self._current is not None:
-            self._queue.append(request)
-            if len(self._queue) >= MAX_PIPELINED and not self._reading_paused and self._transport is not None:
-                self._reading_paused = True
-                self._transport.pause_reading()
-            return
-        self._current = request
-        self._application.handle(request)
+        self._queue.append(request)
+        if len(self._queue) >= MAX_PIPELINED and not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
 
     # -- what exchanges and the server use
 
@@ -379,16 +379,10 @@ class HttpProtocol(asyncio.Protocol):
         self._current = None
         if not exchange.keep_alive or self._application.draining:
             self.close()
-            return
-        if self._queue:
-            if self._reading_paused and self._transport is not None:
-                self._reading_paused = False
-                self._transport.resume_reading()
-            self._current = self._queue.popleft()
-            # Not from within the answer before: a pipelining client must not deepen our stack.
-            asyncio.get_running_loop().call_soon(self._handle_current, self._current)
-            return
-        self._wait_idle()
+        elif not self._queue:
+            self._wait_idle()
+        else:
+            self._next()
 
     def close(self) -> None:
         """Close after what is written has gone out."""
@@ -420,9 +414,21 @@ class HttpProtocol(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _handle_current(self, exchange: Exchange) -> None:
-        if self._current is exchange and self._transport is not None:
-            self._application.handle(exchange)
+    def _next(self) -> None:
+        """Answer what was read, in order; an answer that is complete at once does not deepen the stack."""
+        if self._answering:
+            return
+        self._answering = True
+        try:
+            while self._current is None and self._queue and not self._closing and self._transport is not None:
+                self._current = self._queue.popleft()
+                if self._reading_paused and len(self._queue) < MAX_PIPELINED:
+                    self._reading_paused = False
+                    self._transport.resume_reading()
+                self._stop_idle()
+                self._application.handle(self._current)
+        finally:
+            self._answering = False
 
     def _count_header(self, count: int) -> None:
         self._header_bytes += count

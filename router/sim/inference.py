@@ -40,7 +40,7 @@ class Serving:
         self.exchange = exchange
         self.record = record
         self.opened = False
-        self.touched: list[Choice] = []  # choices with something to send
+        self.touched: dict[Choice, None] = {}  # choices with something to send, in order
         self.fail_first = False
         self.comment_timer: TimerHandle | None = None
 
@@ -95,7 +95,7 @@ class Inference:
                 continue
             if finish is not None:
                 del self._serving[request.request_id]
-            serving.touched.append(choice)
+            serving.touched[choice] = None
             served[id(serving)] = serving
         for serving in served.values():
             self._flush(serving)
@@ -109,7 +109,7 @@ class Inference:
             serving = self._serving.pop(request.request_id, None)
             if serving is not None:
                 choice.finish = Finish.ABORT
-                serving.touched.append(choice)
+                serving.touched[choice] = None
                 self._engine.metrics.success["abort"] += 1
                 self._flush(serving)
 
@@ -140,10 +140,7 @@ class Inference:
             call = read(body, model, adapter, self.limits)
             self._check_queue(len(call.choices))
         except ApiError as error:
-            self._observations.counts.rejected += 1
-            record["state"] = "rejected"
-            self._respond(exchange, error.status, error.body())
-            self._observations.changed()
+            self._refuse(exchange, record, error)
             return
         identity = exchange.headers.get("x-request-id") or f"{self._identities.getrandbits(64):016x}"
         context = ReplyContext(
@@ -168,10 +165,7 @@ class Inference:
             prompts = [tokens for tokens, _ in calls.read_prompts(body, self.limits, "input")]
             self._check_queue(len(prompts))
         except ApiError as error:
-            self._observations.counts.rejected += 1
-            record["state"] = "rejected"
-            self._respond(exchange, error.status, error.body())
-            self._observations.changed()
+            self._refuse(exchange, record, error)
             return
         answer = Answer([""], prompts[0][:1], Finish.STOP)
         choices = [Choice(index, tokens, answer, self.limits, None, adapter) for index, tokens in enumerate(prompts)]
@@ -188,6 +182,12 @@ class Inference:
         identity = exchange.headers.get("x-request-id") or f"{self._identities.getrandbits(64):016x}"
         reply = EmbeddingReply(call, identity, int(self._wall_time()))
         self._submit(Serving(call, reply, exchange, record))
+
+    def _refuse(self, exchange: Exchange, record: dict[str, Any], error: ApiError) -> None:
+        self._observations.counts.rejected += 1
+        record["state"] = "rejected"
+        self._respond(exchange, error.status, error.body())
+        self._observations.changed()
 
     def _submit(self, serving: Serving) -> None:
         call, exchange = serving.call, serving.exchange
@@ -311,11 +311,11 @@ class Inference:
             self._ended(serving, "failed")
             return
         events: list[bytes] = []
-        touched, serving.touched = serving.touched, []
+        touched, serving.touched = serving.touched, {}
         if touched and not serving.opened:
             serving.opened = True
             events += serving.reply.opening()
-        for choice in dict.fromkeys(touched):
+        for choice in touched:
             events += serving.reply.delta(choice)
         last = call.finished
         if last:
