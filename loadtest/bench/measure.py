@@ -292,8 +292,8 @@ def machine_lines(settings: Settings, kvgate_command: Sequence[str]) -> list[str
         f"- {kvgate_version}; Python {platform.python_version()}; {first_line('nginx', '-v')}; "
         f"{first_line('wrk', '-v').split(' [')[0]}; {first_line('gcc', '--version')}",
         f"- {settings.engines} mock engines, {settings.rounds} alternating rounds, windows of {settings.window_s:g} s "
-        f"after {settings.warm_s:g} s; streams: 100 chunks, one every {settings.interval_ms} ms; access logs: nginx off, "
-        "kvgate as named, to /dev/null",
+        f"after {settings.warm_s:g} s; streams: 100 chunks, one every {settings.interval_ms} ms; access logs: "
+        "nginx off, kvgate as named, to /dev/null",
     ]
 
 

@@ -61,7 +61,7 @@ class Engines:
     def counters(self) -> dict[str, int]:
         connection = http.client.HTTPConnection("127.0.0.1", self.ports[0], timeout=5)
         connection.request("GET", "/mock/counters")
-        answer = json.loads(connection.getresponse().read())
+        answer: dict[str, int] = json.loads(connection.getresponse().read())
         connection.close()
         return answer
 
