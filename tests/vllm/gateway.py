@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +53,13 @@ def free_port() -> int:
 def running_gateway(engines: Sequence[Engine], folder: Path, strategy: str) -> Iterator[Gateway]:
     """A gateway of its own, from the moment when it has found every engine."""
     port, admin_port = free_port(), free_port()
-    config = folder / f"{strategy}.toml"
+    folder = Path(tempfile.mkdtemp(prefix=f"kvgate-{strategy}-", dir=folder))
+    config = folder / "kvgate.toml"
     text = CONFIG.format(port=port, admin_port=admin_port, strategy=strategy)
     for engine in engines:
         text += f"[[backends]]\nname = {json.dumps(engine.name)}\nurl = {json.dumps(engine.url)}\n"
     config.write_text(text)
-    gateway = Gateway(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", folder / f"{strategy}.log")
+    gateway = Gateway(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", folder / "kvgate.log")
     with gateway.log.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "router", "serve", "-c", str(config)],
