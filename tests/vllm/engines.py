@@ -111,7 +111,7 @@ class Engine:
             *("--port", self.url.rpartition(":")[2]),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"),
             *("--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_BYTES)),
-            # steps of a quarter second: vLLM cannot give up in the middle of one, and a cancelled prefill is to end soon
+            # steps of a quarter second: vLLM cannot give up in the middle of one, a cancelled prefill is to end soon
             *("--max-num-batched-tokens", "256", "--max-num-seqs", "64"),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
