@@ -1,0 +1,474 @@
+"""The gateway's real core in one thread on a virtual clock: every class of the request path, with scripted ends.
+
+    clients (scripted.Client) -- Network -- Downstream, Exchange, Upstream -- Network -- engines (ScriptedEngine)
+
+What app.py does with sockets and tasks is done here with links and timers; nothing else stands in for anything. Watchers
+sit where a promise could be broken unseen, and `check()` compares what the core counts with what they saw.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from router.backends.backend import Backend, EngineReport, State
+from router.backends.ejection import SILENT, Ejector
+from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
+from router.clock import VirtualClock
+from router.index.prefix_index import PrefixTree
+from router.metrics import Metrics
+from router.net.downstream import Downstream, DownstreamLimits
+from router.net.exchange_api import ConnectEvents, UpstreamEvents
+from router.net.upstream import Upstream
+from router.net.upstream_pool import UpstreamPool
+from router.proxy.admission import Admission
+from router.proxy.exchange import Exchange
+from router.proxy.retry import RetryBudget
+from router.proxy.services import ExchangeSettings, Services
+from router.strategies.registry import Dependencies, build
+from router.strategies.strategy import Choice, Outcome, RoutingRequest, Strategy
+from router.wire.http_head import RequestHead
+from router.wire.paths import PathKind
+from tests.support.scripted import Client, EngineConnection, Received
+from tests.support.transports import Network
+
+MODEL = "m"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class HealthSettings:
+    connect_failures: int = 3
+    silence_s: float = 2.0
+    ejection_s: float = 1.0
+    ejection_max_s: float = 8.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The configuration of one world; times in seconds."""
+
+    strategy: str = "roundrobin"
+    max_in_flight: int = 0
+    max_in_flight_per_backend: int = 0
+    max_queue: int = 100
+    queue_timeout_s: float = 3.0
+    connect_s: float = 0.5
+    first_byte_s: float = 5.0
+    idle_s: float = 3.0
+    client_body_s: float = 2.0
+    client_keepalive_s: float = 6.0
+    upstream_keepalive_s: float = 4.0
+    retry_attempts: int = 2
+    retry_budget: float = 0.2
+    max_header_bytes: int = 65536
+    max_body_bytes: int = 1 << 20
+    session_headers: tuple[bytes, ...] = (b"x-session-id",)
+    metrics_on_data_port: bool = True
+    health: HealthSettings = HealthSettings()
+
+
+Handler = Callable[[EngineConnection, Received], None]
+
+
+class ScriptedEngine:
+    """What listens at a backend's address. `accepts`: up | refuse | blackhole | reset (accepts, then cuts at once)."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.accepts = "up"
+        self.alive = True  # what a health check would find
+        self.handler: Handler | None = None
+        self.connections: list[EngineConnection] = []
+        self.received: list[Received] = []
+        self.accepted = 0
+
+    @property
+    def open_connections(self) -> list[EngineConnection]:
+        self.connections = [connection for connection in self.connections if not connection.lost]
+        return self.connections
+
+    def accept(self) -> EngineConnection:
+        connection = EngineConnection(self._on_request)
+        self.accepted += 1
+        self.connections.append(connection)
+        return connection
+
+    def _on_request(self, connection: EngineConnection, received: Received) -> None:
+        self.received.append(received)
+        assert self.handler is not None
+        self.handler(connection, received)
+
+    def die(self) -> None:
+        self.alive = False
+        self.accepts = "refuse"
+        for connection in self.open_connections:
+            connection.reset()
+
+    def restart(self) -> None:
+        self.alive = True
+        self.accepts = "up"
+
+
+class ScriptedConnecting:
+    """As net.upstream_pool._TaskConnecting: a gap between the connection and the telling of it included."""
+
+    def __init__(self, world: World, backend: Backend, events: ConnectEvents) -> None:
+        self._world = world
+        self._events: ConnectEvents | None = events
+        self._upstream = world.pool.make(backend)
+        self._engine = world.engines[backend.name]
+        world.clock.call_later(world.latency_s, self._arrive)
+
+    def cancel(self) -> None:
+        if self._events is not None:
+            self._events = None
+            self._upstream.never_connected()
+
+    def _arrive(self) -> None:
+        events = self._events
+        if events is None:
+            return
+        if self._engine.accepts == "refuse":
+            self._events = None
+            self._upstream.never_connected()
+            events.on_connect_failed("connection refused")
+        elif self._engine.accepts != "blackhole":
+            connection = self._engine.accept()
+            self._world.network.link(self._upstream, connection)
+            if self._engine.accepts == "reset":
+                connection.reset()
+            self._world.clock.call_later(self._world.connect_gap_s, self._tell)
+
+    def _tell(self) -> None:
+        events, self._events = self._events, None
+        if events is None:
+            return
+        if self._upstream.reusable:
+            events.on_connected(self._upstream)
+        else:
+            events.on_connect_failed("the connection was closed at once")
+
+
+class WatchedUpstream(Upstream):
+    world: World
+
+    def send(self, events: UpstreamEvents, head: bytes, body: bytes, *, to_head: bool) -> None:
+        assert isinstance(events, Exchange)
+        self.world.on_sent(events, self.backend)
+        super().send(events, head, body, to_head=to_head)
+
+
+class WatchedPool(UpstreamPool):
+    def __init__(self, world: World, keepalive_s: float, max_head_bytes: int) -> None:
+        super().__init__(world.clock, keepalive_s, max_head_bytes)
+        self._world = world
+
+    def make(self, backend: Backend) -> Upstream:
+        self.open += 1
+        upstream = WatchedUpstream(backend, self._max_head_bytes, self._released)
+        upstream.world = self._world
+        return upstream
+
+
+class WatchedDownstream(Downstream):
+    """Counts what goes to the client."""
+
+    written = 0
+
+    def write(self, data: bytes) -> None:
+        if data != CONTINUE:
+            self.written += len(data)
+        super().write(data)
+
+
+class WatchedStrategy:
+    """The real strategy; each choice is checked against the fleet as it is, and must end exactly once."""
+
+    def __init__(self, world: World, real: Strategy) -> None:
+        self._world = world
+        self.real = real
+        self.needs = real.needs
+        self.open: dict[Choice, bool] = {}  # placed and not ended -> whether its first byte came
+        self.placed_count = 0
+        self.outcomes: list[tuple[Choice, Outcome]] = []
+
+    def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
+        assert candidates, "a strategy is not asked to choose among none"
+        choice = self.real.choose(request, candidates)
+        assert choice is None or choice.backend in candidates
+        return choice
+
+    def placed(self, choice: Choice) -> None:
+        backend, rules = choice.backend, self._world.rules
+        assert backend.serving, f"new work for {backend} (draining: {backend.draining})"
+        assert backend in self._world.registry
+        cap = rules.max_in_flight_per_backend
+        assert not cap or backend.in_flight <= cap, f"{backend} is over its cap of {cap}"
+        if backend.state is State.TRIAL:
+            assert backend.in_flight == 1, f"{backend} is on trial and gets a second request"
+        admission = self._world.admission
+        assert not rules.max_in_flight or admission.in_flight <= rules.max_in_flight
+        self.open[choice] = False
+        self.placed_count += 1
+        self.real.placed(choice)
+
+    def first_byte(self, choice: Choice) -> None:
+        assert self.open[choice] is False, "the first byte of a choice came twice"
+        self.open[choice] = True
+        self.real.first_byte(choice)
+
+    def observe(self, choice: Choice, outcome: Outcome) -> None:
+        del self.open[choice]  # KeyError: it was not open
+        self.outcomes.append((choice, outcome))
+        self.real.observe(choice, outcome)
+
+    def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
+        self.real.reported(backend, before, now)
+
+    def joined(self, backend: Backend) -> None:
+        self.real.joined(backend)
+
+    def forget(self, backend: Backend) -> None:
+        self.real.forget(backend)
+
+
+class World:
+    """One gateway, its fleet and its clients. Everything random comes from `seed`."""
+
+    def __init__(self, rules: Rules = Rules(), *, backends: int = 2, seed: int = 0, chop: bool = False) -> None:
+        self.rules = rules
+        self.rng = Random(seed)
+        self.clock = VirtualClock()
+        self.latency_s = 0.001
+        self.connect_gap_s = 0.0
+        self.network = Network(self.clock, Random(seed) if chop else None, self.latency_s)
+        self.engines: dict[str, ScriptedEngine] = {}
+        self.clients: list[Client] = []
+        self.begun = 0
+        self.access_lines: list[dict[str, object]] = []
+        self._written_at_open: dict[Exchange, tuple[WatchedDownstream, int]] = {}
+        self.sent_to: defaultdict[Exchange, list[str]] = defaultdict(list)
+        self.metrics = Metrics()
+        self.registry = Registry(self.clock)
+        self.index = PrefixTree(16 << 20)
+        real = build(
+            rules.strategy,
+            None,
+            Dependencies(
+                clock=self.clock,
+                rng=Random(seed + 1),
+                mirror=self.index,
+                block_bytes=64,
+                assumed_kv_tokens=4096,
+            ),
+        )
+        self.strategy = WatchedStrategy(self, real)
+        self.pool = WatchedPool(self, rules.upstream_keepalive_s, rules.max_header_bytes)
+        self.registry.subscribe(self._on_fleet_event)
+        self.ejector = Ejector(self.registry, self.clock, rules.health)
+        self.admission = Admission(rules.max_in_flight, rules.max_queue)
+        self.budget = RetryBudget(rules.retry_budget)
+        self.services = Services(
+            clock=self.clock,
+            settings=ExchangeSettings(
+                strategy_name=rules.strategy,
+                block_bytes=64,
+                session_headers=rules.session_headers,
+                session_fields=("user",),
+                session_cookie=b"",
+                connect_s=rules.connect_s,
+                first_byte_s=rules.first_byte_s,
+                idle_s=rules.idle_s,
+                queue_timeout_s=rules.queue_timeout_s,
+                retry_attempts=rules.retry_attempts,
+                max_in_flight_per_backend=rules.max_in_flight_per_backend,
+                metrics_on_data_port=rules.metrics_on_data_port,
+            ),
+            registry=self.registry,
+            strategy=self.strategy,
+            admission=self.admission,
+            budget=self.budget,
+            pool=self.pool,
+            connector=self,
+            passive_health=self.ejector,
+            check_engine=self.check_engine,
+            metrics=self.metrics,
+            access_log=self,
+            render_metrics=lambda: b"metrics\n",
+            version_body=b'{"version":"0"}',
+        )
+        self.connections: set[Downstream] = set()
+        self._limits = DownstreamLimits(
+            max_header_bytes=rules.max_header_bytes,
+            max_body_bytes=rules.max_body_bytes,
+            client_body_s=rules.client_body_s,
+            client_keepalive_s=rules.client_keepalive_s,
+        )
+        for number in range(backends):
+            self.add_backend(f"e{number}")
+
+    # -- what the core is given ---------------------------------------------------------------------------------------
+
+    def connect(self, backend: Backend, events: ConnectEvents) -> ScriptedConnecting:
+        return ScriptedConnecting(self, backend, events)
+
+    def open_exchange(self, downstream: Downstream, head: RequestHead | None) -> Exchange:
+        assert isinstance(downstream, WatchedDownstream)
+        self.begun += 1
+        exchange = Exchange(self.services, downstream, head)
+        self._written_at_open[exchange] = (downstream, downstream.written)
+        return exchange
+
+    def write(self, fields: dict[str, object]) -> None:
+        """The access log: one line for each exchange that ended."""
+        self.access_lines.append(fields)
+
+    def check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
+        return self.clock.call_later(0.05, lambda: tell(self.engines[backend.name].alive)).cancel
+
+    def on_sent(self, exchange: Exchange, backend: Backend) -> None:
+        downstream, written = self._written_at_open[exchange]
+        assert downstream.written == written, "sent to an engine after a byte of an answer went downstream"
+        before = self.sent_to[exchange]
+        assert not before or exchange._kind is not PathKind.CHANGE, "sent twice what may change an engine"
+        assert backend.name not in before[:-1], "sent again to a backend that had failed"
+        before.append(backend.name)
+        assert len(set(before)) <= 1 + self.rules.retry_attempts
+
+    def _on_fleet_event(self, event: FleetEvent) -> None:
+        """As app.Gateway does."""
+        backend = event.backend
+        if isinstance(event, BackendAdded):
+            self.strategy.joined(backend)
+        elif isinstance(event, BackendRemoved):
+            self.strategy.forget(backend)
+            self.pool.drop(backend)
+            self.metrics.forget_backend(backend.name)
+        elif isinstance(event, StateChanged) and not backend.serving:
+            self.pool.drop(backend)
+            if backend.why == SILENT:
+                for exchange in list(self.services.exchanges):
+                    exchange.on_backend_silent(backend)
+        if hasattr(self, "services"):
+            self.admission.pump()
+
+    # -- the fleet ----------------------------------------------------------------------------------------------------
+
+    def add_backend(self, name: str, *, weight: float = 1.0, models: Sequence[str] = (MODEL,)) -> Backend:
+        self.engines[name] = ScriptedEngine(self, name)
+        backend = self.registry.add(name, f"http://{name}.test:8000", weight, models=models)
+        self.registry.set_state(backend, State.UP, "")
+        return backend
+
+    def backend(self, name: str) -> Backend:
+        backend = self.registry.get(name)
+        assert backend is not None
+        return backend
+
+    def on_engine_requests(self, handler: Handler) -> None:
+        """One script for all engines."""
+        for engine in self.engines.values():
+            engine.handler = handler
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def client(self) -> Client:
+        return self.add_client(Client())
+
+    def add_client(self, client: Client) -> Client:
+        self.clients.append(client)
+        self.network.link(client, WatchedDownstream(self, self.clock, self._limits, self.connections))
+        return client
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, checking after each instant at which something happens."""
+        until = self.clock.now() + seconds
+        while (due := self.clock.next_due()) is not None and due <= until:
+            self.clock.advance_to(due)
+            self.check()
+        self.clock.advance_to(until)
+
+    # -- promises -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> int:
+        return sum(self.metrics.ended.values())
+
+    def check(self) -> None:
+        """What must hold between any two events."""
+        if self.network.faults:
+            raise self.network.faults[0]
+        s = self.services
+        assert self.metrics.broken_exchanges == 0
+        in_flight = sum(backend.in_flight for backend in self.registry.backends)
+        assert in_flight == len(self.strategy.open), "in flight is not the number of open attempts"
+        assert self.admission.in_flight == in_flight
+        assert self.ended + len(s.exchanges) == self.begun, "an exchange ended twice, or not at all"
+        assert len(self.access_lines) == self.ended
+        rules = self.rules
+        cap, total = rules.max_in_flight_per_backend, rules.max_in_flight
+        assert not total or in_flight <= total
+        if cap:
+            assert all(backend.in_flight <= cap for backend in self.registry.backends)
+        # a repeat waits beyond the bound, and each had a place before
+        assert self.admission.depth <= rules.max_queue + self.metrics_retries
+        assert self.admission.depth == sum(self.admission.queued_by_model().values())
+
+    @property
+    def metrics_retries(self) -> int:
+        return sum(self.metrics.retries.values())
+
+    def check_at_rest(self) -> None:
+        """Clients gone, timers run out: nothing may be left of what happened."""
+        self.check()
+        s = self.services
+        assert not s.exchanges
+        assert not self.connections
+        assert not self.network.open
+        assert self.ended == self.begun
+        assert all(backend.in_flight == 0 for backend in self.registry.backends)
+        assert self.admission.in_flight == self.admission.depth == 0
+        assert not self.admission.queued_by_model()
+        assert not self.strategy.open
+        assert len(self.strategy.outcomes) == self.strategy.placed_count
+        assert self.pool.open == 0
+        assert all(self.pool.idle_count(backend) == 0 for backend in self.registry.backends)
+        assert not self.pool._idle
+        assert self.pool._sweep is None
+        assert not ledgers(self.strategy.real)
+        assert self.clock.pending == 1, "only the ejector's periodic check is left"
+        self.sent_to.clear()
+        self._written_at_open.clear()
+        assert not living_exchanges(s)
+
+    def rest(self, seconds: float = 60.0) -> None:
+        """Everybody leaves; then nothing may be left."""
+        for client in self.clients:
+            if not client.lost:
+                client.abort()
+        self.run(seconds)
+        self.check_at_rest()
+
+
+def ledgers(strategy: object) -> dict[str, object]:
+    """What a strategy still holds of attempts: empty when none is open."""
+    placement = getattr(strategy, "_placement", None) or getattr(strategy, "_keyless", None) or strategy
+    left: dict[str, object] = {}
+    for backend, engine in getattr(placement, "_engines", {}).items():
+        ledger = engine.ledger
+        if len(ledger) or ledger.kv_tokens or ledger.pending_s or ledger.decoding or engine.quiet is not None:
+            left[backend.name] = ledger
+    return left
+
+
+def living_exchanges(services: Services) -> list[Exchange]:
+    """Those of one world that something still holds. Exchange has no weak references, so the collector is asked."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) is Exchange and thing._s is services]
