@@ -44,6 +44,7 @@ cdef enum:
     TRAILER = 7
     TRAILER_LF = 8
     LAST_LF = 9
+    BROKEN = 10         # for good
 
 # States of the search for usage.
 cdef enum:
@@ -97,6 +98,7 @@ cdef class BodyFramer:
         return self.framing == CHUNKED and self.state == SIZE and self.digits == 0 and not self.done
 
     cdef Py_ssize_t _fail(self, str what) except -1:
+        self.state = BROKEN    # what was taken since the last return was seen by nobody: no position is known any more
         raise BadFraming(what)
 
     cdef Py_ssize_t _walk(self, const char* data, Py_ssize_t start, Py_ssize_t end, bytearray out) except -1:
@@ -191,6 +193,8 @@ cdef class BodyFramer:
                 if c != 10:
                     self._fail("a trailer that does not end in CRLF")
                 self.state = TRAILER_START
+            elif self.state == BROKEN:
+                self._fail("a body that was broken before")
             else:    # LAST_LF
                 if c != 10:
                     self._fail("a last chunk that does not end in CRLF")
