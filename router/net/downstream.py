@@ -107,7 +107,12 @@ class Downstream(asyncio.Protocol):
                 self.abort()
 
     def eof_received(self) -> bool:
+        unanswered = self._exchange is not None
         self._leave()
+        if unanswered:
+            self.abort()  # it still reads: a proper end would pass off what it has of an answer as the whole
+        else:
+            self._close()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,4 +19,4 @@ def test_every_schedule_keeps_the_promises_and_leaves_nothing_behind(seed: int, 
     traffic = Traffic(seed, strategy)
     traffic.run(EXCHANGES)
     assert traffic.world.begun >= EXCHANGES / 3
-    assert traffic.whole_answers >= traffic.world.begun / 5, "too little went through for this to mean anything"
+    assert traffic.whole_answers >= traffic.world.begun / 8, "too little went through for this to mean anything"

@@ -363,7 +363,7 @@ class Client(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self.error = exc
-        self.reader.ended(reset=exc is not None)
+        self.reader.ended(reset=True)  # after an end of the stream this changes nothing
 
     def close(self) -> None:
         assert self.transport is not None

@@ -102,6 +102,8 @@ class VirtualTransport(asyncio.Transport):
             return
         self._closing = True
         self._fin_wanted = True
+        if self._fin_sent:  # by write_eof()
+            self._later(self._lose, None)
         self._flush()
 
     def abort(self) -> None:

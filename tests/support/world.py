@@ -463,7 +463,7 @@ def ledgers(strategy: object) -> dict[str, object]:
     left: dict[str, object] = {}
     for backend, engine in getattr(placement, "_engines", {}).items():
         ledger = engine.ledger
-        if len(ledger) or ledger.kv_tokens or ledger.pending_s or ledger.decoding or engine.quiet is not None:
+        if len(ledger) or ledger.kv_tokens or ledger.pending_s or ledger.decoding:
             left[backend.name] = ledger
     return left
 
