@@ -69,6 +69,7 @@ class Downstream(asyncio.Protocol):
         # the request being answered
         self._exchange: DownstreamEvents | None = None
         self._reading_paused = False
+        self._writing_paused = False
         self._draining = False
         self._lingered_bytes = 0
         # one timer for all deadlines of the connection, moved lazily
@@ -91,13 +92,15 @@ class Downstream(asyncio.Protocol):
         stage = self._stage
         if stage is _Stage.HEAD:
             self._buffer = self._buffer + data if self._buffer else data
-            self._read_head()
+            if self._writing_paused:
+                self._bound_pipeline()
+            else:
+                self._read_head()
         elif stage is _Stage.BODY:
             self._read_body(data)
         elif stage is _Stage.BUSY:
             self._buffer += data
-            if len(self._buffer) > PIPELINE_LIMIT_BYTES and not self._reading_paused:
-                self._pause_reading()
+            self._bound_pipeline()
         elif stage is _Stage.TUNNEL:
             assert self._exchange is not None
             self._exchange.on_tunnel_data(data)
@@ -124,12 +127,16 @@ class Downstream(asyncio.Protocol):
         self._transport = None
 
     def pause_writing(self) -> None:
+        self._writing_paused = True
         if self._exchange is not None:
             self._exchange.on_client_slow()
 
     def resume_writing(self) -> None:
+        self._writing_paused = False
         if self._exchange is not None:
             self._exchange.on_client_ready()
+        elif self._stage is _Stage.HEAD:
+            self._next_request_soon()
 
     # -- reading a request --------------------------------------------------------------------------------------------
 
@@ -223,8 +230,7 @@ class Downstream(asyncio.Protocol):
     def _hand_over(self, exchange: DownstreamEvents, body: bytes) -> None:
         self._stage = _Stage.BUSY
         self.deadline = None
-        if len(self._buffer) > PIPELINE_LIMIT_BYTES:
-            self._pause_reading()
+        self._bound_pipeline()
         exchange.on_request(body)
 
     def _refuse_head(self, error: RouterError) -> None:
@@ -255,11 +261,8 @@ class Downstream(asyncio.Protocol):
         else:
             self._stage = _Stage.HEAD
             self.set_deadline(self._limits.client_keepalive_s)
-            if self._reading_paused:
-                self._resume_reading()
-            if self._buffer:
-                # not from inside of the exchange that just ended: pipelined requests must not nest
-                self._clock.call_later(0.0, self._next_request)
+            if not self._writing_paused:  # else: no further answers for one who does not read those it has
+                self._next_request_soon()
 
     def start_tunnel(self) -> bytes:
         """From now on bytes pass unread. Returns those that came early."""
@@ -294,9 +297,19 @@ class Downstream(asyncio.Protocol):
 
     # -- helpers of the above -----------------------------------------------------------------------------------------
 
+    def _next_request_soon(self) -> None:
+        self._resume_reading()
+        if self._buffer:
+            # not from inside of the exchange that just ended: pipelined requests must not nest
+            self._clock.call_later(0.0, self._next_request)
+
     def _next_request(self) -> None:
-        if self._stage is _Stage.HEAD and self._transport is not None and self._buffer:
+        if self._stage is _Stage.HEAD and self._transport is not None and self._buffer and not self._writing_paused:
             self._read_head()
+
+    def _bound_pipeline(self) -> None:
+        if len(self._buffer) > PIPELINE_LIMIT_BYTES:
+            self._pause_reading()
 
     def _leave(self) -> None:
         """The client is gone: whatever is under way has nobody to answer to."""
@@ -358,7 +371,7 @@ class Downstream(asyncio.Protocol):
             self._timer_at = deadline
             return
         self.deadline = None
-        if self._stage is _Stage.HEAD and not self._buffer:
+        if self._stage is _Stage.HEAD and (self._writing_paused or not self._buffer):
             self._close()
         elif self._stage in (_Stage.BUSY, _Stage.TUNNEL):
             if self._exchange is not None:

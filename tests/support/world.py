@@ -20,11 +20,12 @@ from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, R
 from router.clock import VirtualClock
 from router.index.prefix_index import PrefixTree
 from router.metrics import Metrics
-from router.net.downstream import Downstream, DownstreamLimits
+from router.net.downstream import WRITE_HIGH_WATER_BYTES, Downstream, DownstreamLimits
 from router.net.exchange_api import ConnectEvents, UpstreamEvents
 from router.net.upstream import Upstream
 from router.net.upstream_pool import UpstreamPool
 from router.proxy.admission import Admission
+from router.proxy.attempt import HELD_LIMIT_BYTES
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
@@ -33,9 +34,11 @@ from router.strategies.strategy import Choice, Outcome, RoutingRequest, Strategy
 from router.wire.http_head import RequestHead
 from router.wire.paths import PathKind
 from tests.support.scripted import Client, EngineConnection, Received
-from tests.support.transports import Network
+from tests.support.transports import WINDOW_BYTES, Network
 
 MODEL = "m"
+# a slow client costs the mark at which reading stops, and one piece or one held answer beyond it
+WRITE_BOUND_BYTES = WRITE_HIGH_WATER_BYTES + HELD_LIMIT_BYTES + 2 * WINDOW_BYTES
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -417,6 +420,10 @@ class World:
         assert not total or in_flight <= total
         if cap:
             assert all(backend.in_flight <= cap for backend in self.registry.backends)
+        for transport in self.network.open:
+            if isinstance(transport.protocol, Downstream):
+                held = transport.get_write_buffer_size()
+                assert held <= WRITE_BOUND_BYTES, f"{held} bytes are held for one slow client"
         # a repeat waits beyond the bound, and each had a place before
         assert self.admission.depth <= rules.max_queue + self.metrics_retries
         assert self.admission.depth == sum(self.admission.queued_by_model().values())

@@ -72,3 +72,69 @@ def test_a_client_that_half_closes_and_never_reads_is_cut_after_a_while() -> Non
     world.run(40.0)
     assert not world.connections
     world.rest()
+
+
+# -- slow readers -----------------------------------------------------------------------------------------------------
+
+
+def test_one_who_does_not_read_its_answers_gets_no_further_ones_made() -> None:
+    world = answering()
+    world.services.render_metrics = lambda: b"m" * 50_000
+    client = world.client()
+    assert client.transport is not None
+    client.transport.pause_reading()
+    client.send(request(b"GET", b"/metrics") * 40, *[b"GET"] * 40)
+    world.run(1.0)  # world.check() bounds what is held for it
+    assert 2 <= world.begun <= 5
+    client.transport.resume_reading()
+    world.run(1.0)
+    assert [len(response.payload) for response in client.responses] == [50_000] * 40
+    world.rest()
+
+
+def test_a_stream_behind_an_answer_that_is_not_read_waits_too() -> None:
+    world = World()
+
+    def answer(connection: EngineConnection, received: Received) -> None:
+        # the last bytes of the first answer are those that make the connection slow
+        body = b"x" * (98_150 if received.header(b"x-first") else 900_000)
+        connection.write(response_head(200, b"content-length: %d" % len(body)) + body)
+
+    world.on_engine_requests(answer)
+    client = world.client()
+    assert client.transport is not None
+    client.transport.pause_reading()
+    client.send(request(b"GET", b"/a", b"x-first: 1") + request(b"GET", b"/b"), b"GET", b"GET")
+    world.run(2.0)  # world.check() bounds what is held for it
+    assert world.begun == 1
+    client.transport.resume_reading()
+    world.run(2.0)
+    assert [len(response.payload) for response in client.responses] == [98_150, 900_000]
+    world.rest()
+
+
+def test_what_is_sent_ahead_of_an_answer_that_is_not_read_is_bounded() -> None:
+    world = answering(b"x" * 150_000)
+    client = world.client()
+    assert client.transport is not None
+    client.transport.pause_reading()
+    client.send(CHAT, b"POST")
+    world.run(0.2)
+    client.send(request(b"GET", b"/livez") * 8000, *[b"GET"] * 8000)
+    world.run(0.5)
+    assert client.transport.get_write_buffer_size() > 0, "the gateway stopped reading"
+    client.transport.resume_reading()
+    world.run(30.0)
+    assert len(client.responses) == 8001
+    world.rest()
+
+
+def test_one_who_never_reads_is_closed_after_its_keep_alive_time() -> None:
+    world = answering(b"x" * 100_000)
+    client = world.client()
+    assert client.transport is not None
+    client.transport.pause_reading()
+    client.send(CHAT * 2, b"POST", b"POST")
+    world.run(60.0)
+    assert not world.connections
+    world.rest()
