@@ -6,6 +6,7 @@ import re
 from enum import Enum, auto
 
 _ERROR_DATA = re.compile(rb'data: ?\s*\{\s*("type"\s*:\s*"error"|"error"\s*:|"object"\s*:\s*"error")')
+_UNDECIDED = (b"data:", b"event:", b"id:", b"retry:", b":")  # a line that begins so tells nothing before its end
 _SHORTEST_VERDICT = 32  # bytes of a data line after which an error can no longer begin
 
 
@@ -28,8 +29,8 @@ def first_event(payload: bytes) -> First:
                 return First.ERROR
             return First.DATA if end >= 0 or len(line) >= _SHORTEST_VERDICT else First.NOTHING
         if end < 0:
-            may_become_data = b"data:".startswith(line) or b"event:".startswith(line[:6])
-            return First.NOTHING if line.startswith(b":") or may_become_data or line == b"\r" else First.DATA
+            undecided = any(word.startswith(line[: len(word)]) for word in _UNDECIDED)
+            return First.NOTHING if undecided or line == b"\r" else First.DATA
         if line.startswith(b"event:"):
             if line[6:].strip() == b"error":
                 return First.ERROR
