@@ -56,6 +56,7 @@ class BlockPool:
         "_hash_of",
         "_references",
         "block_size",
+        "changes",
         "num_blocks",
     )
 
@@ -64,6 +65,7 @@ class BlockPool:
             raise ValueError(f"a pool needs 2 blocks of 1 token, got {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.changes = 0  # grows with whatever may change the answer to "does it fit"
         self._emit = emit_events
         self._events: list[PoolEvent] = []
         # Block 0 is the null block. OrderedDict, not dict: taking the first key of a dict that is consumed from the
@@ -111,6 +113,7 @@ class BlockPool:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Take matched blocks for one more owner."""
+        self.changes += 1
         references, free = self._references, self._free
         for block in blocks:
             if references[block] == 0:
@@ -121,6 +124,7 @@ class BlockPool:
         """`count` blocks for one owner, evicting what was used longest ago. The caller has checked `free_blocks`."""
         if count > len(self._free):
             raise ValueError(f"{count} blocks asked of {len(self._free)} free ones")
+        self.changes += 1
         taken: list[int] = []
         for _ in range(count):
             block, _nothing = self._free.popitem(last=False)
@@ -133,6 +137,7 @@ class BlockPool:
         """Name the owner's blocks at positions `first` to `end`, whose content is now (being) computed."""
         if first >= end:
             return
+        self.changes += 1
         for position in range(first, end):
             block, block_hash = blocks[position], hashes[position]
             self._hash_of[block] = block_hash
@@ -143,6 +148,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner lets go of its blocks, given in order; the tail becomes free, and evictable, before the head."""
+        self.changes += 1
         references, free, hash_of = self._references, self._free, self._hash_of
         for block in reversed(blocks):
             references[block] -= 1
@@ -155,6 +161,7 @@ class BlockPool:
         """Forget all content. False, and nothing done, while any block is held."""
         if len(self._free) != self.num_blocks - 1:
             return False
+        self.changes += 1
         self._cached.clear()
         self._copies.clear()
         self._hash_of = [None] * self.num_blocks

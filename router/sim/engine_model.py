@@ -89,6 +89,7 @@ class EngineRequest:
         "payload",
         "preemptions",
         "prompt_tokens",
+        "refused_at",
         "request_id",
         "running",
         "scheduled_at",
@@ -121,6 +122,7 @@ class EngineRequest:
         self.cached_tokens: int | None = None  # prompt tokens found at the first admission; None before it
         self.preemptions = 0
         self.running = False
+        self.refused_at = -1  # the pool's `changes` when it last did not fit: no need to look again before they grow
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
@@ -325,12 +327,15 @@ class EngineModel:
     def _admit(self, request: EngineRequest, budget: int, now: float) -> int:
         """Give a waiting request its first blocks: the tokens of its first chunk, 0 if it does not fit."""
         pool, block_size = self.pool, self.config.block_size
+        if request.refused_at == pool.changes:
+            return 0
         found: list[int] = []
         if self.config.prefix_caching:
             found = pool.match(request.block_hashes, (request.tokens - 1) // block_size)
         # All of the prompt must fit, not the first chunk alone: else half-computed prompts would evict each other.
         wanted = -(-request.tokens // block_size) - len(found)
         if wanted + pool.unheld(found) > pool.free_blocks:
+            request.refused_at = pool.changes
             return 0
         pool.hold(found)
         request.blocks = found

@@ -120,3 +120,17 @@ def test_process_metrics_have_the_recorded_names(sim: SimProcess) -> None:
         return [line for line in text.splitlines() if line.startswith(("# TYPE python", "# TYPE process"))]
 
     assert heads(sim.request("GET", "/metrics").body.decode()) == heads((FIXTURES / "metrics-after.txt").read_text())
+
+
+def test_comments_keep_a_silent_stream_alive() -> None:
+    slow = ("--step-ms", "300", "--sse-keep-alive-interval", "0.05", "--enable-prompt-tokens-details")
+    with running_sim("--served-model-name", "tiny-chat", *slow) as sim:
+        body = {"prompt": "a", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+        response = sim.request("POST", "/v1/completions", body)
+    ours = [masked(chunk) for chunk in response.chunks]
+    recorded = re.findall(r"(: keep-alive|data: .*)", masked(response_bytes("completion-stream-keep-alive")))
+    assert ours[0] == ": keep-alive\n\n"
+    # Where comments fall is a matter of time; without them the streams are one.
+    assert [chunk.strip() for chunk in ours if not chunk.startswith(":")] == [
+        event.strip() for event in recorded if not event.startswith(":")
+    ]
