@@ -296,7 +296,9 @@ class HttpProtocol(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._bad_request()
+            # Nothing here upgrades: the request is answered as it stands, and what follows it is not read.
+            if self._queue:
+                self._queue[-1].keep_alive = False
         except httptools.HttpParserError:
             self._bad_request()
         # Outside of the parser, which would make a 400 of what goes wrong in an answer.

@@ -348,13 +348,12 @@ class Inference:
 
     def _end_stuck(self, serving: Serving) -> None:
         """The engine is done, a fault keeps the client from knowing."""
-        exchange = serving.exchange
-        exchange.on_gone = None
-        exchange.on_writable = None
         self._ended(serving, "cut")
 
     def _ended(self, serving: Serving, state: str) -> None:
         call, record = serving.call, serving.record
+        # What comes of the connection is no longer ours; and no cycle is left to the garbage collector.
+        serving.exchange.on_gone = serving.exchange.on_writable = None
         if serving.comment_timer is not None:
             serving.comment_timer.cancel()
             serving.comment_timer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -136,6 +137,38 @@ def test_a_body_above_its_bound_is_413() -> None:
     with running_sim(*FAST, "--max-body-bytes", "1000") as sim:
         assert sim.request("POST", CHAT, chat("x" * 900, max_tokens=1)).status == 200
         assert sim.request("POST", CHAT, chat("x" * 1100, max_tokens=1)).status == 413
+
+
+def test_an_upgrade_is_answered_as_a_plain_request(sim: SimProcess) -> None:
+    with sim.connect() as connection:
+        connection.send(http_request("GET", "/v1/realtime", headers={"Connection": "Upgrade", "Upgrade": "websocket"}))
+        assert connection.read().status == 404
+        assert connection.closed()
+
+
+def test_nothing_is_left_after_many_requests_and_departures() -> None:
+    with running_sim(*FAST) as sim:
+
+        def resources() -> tuple[int, dict[str, Any]]:
+            with sim.connect() as connection:
+                stats: dict[str, Any] = {"connections": 2}
+                while stats["connections"] > 1:  # closed ones are noticed one iteration later
+                    connection.send(http_request("GET", "/sim/stats"))
+                    stats = connection.read().json()
+                fds = len(os.listdir(f"/proc/{sim.process.pid}/fd"))
+            return fds, {key: stats[key] for key in ("open", "running", "free_blocks")}
+
+        sim.request("POST", CHAT, chat("warm", max_tokens=1))
+        before = resources()
+        for number in range(150):
+            with sim.connect() as connection:
+                body = chat(f"request {number} " * 20, max_tokens=50 if number % 3 else 5, stream=number % 2 == 0)
+                connection.send(http_request("POST", CHAT, body))
+                if number % 3 == 0:
+                    assert connection.read().whole
+        sim.wait(aborted=100)
+        assert sim.stats()["finished"] == 51
+        assert resources() == before
 
 
 def test_sigterm_ends_requests_as_vllm_does() -> None:
