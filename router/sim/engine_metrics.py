@@ -150,7 +150,7 @@ class EngineMetrics:
     def __init__(self, model: EngineModel, model_name: str, max_model_len: int, created: float, names: Names) -> None:
         self.created = created
         self._model = model
-        self._model_name = model_name
+        self._model_name = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._names = names
         self._max_model_len = max_model_len
         tokens = one_two_five(max_model_len)
