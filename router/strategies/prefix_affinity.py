@@ -8,7 +8,7 @@
 
 The third term is the delay that the work causes to those who arrive before the engine drains. The fourth is what one
 more sequence costs in a running batch: each decode step grows by what a few prefill tokens cost, for the request itself
-and for everyone in the batch, and a second of slower reading counts as a tenth of a second of waiting.
+and for everyone in the batch, and reading that much slower counts as a small part of waiting.
 
 What a cache holds is known from a mirror: our own LRU copy of each engine's, sized by the capacity that it reports. A
 prompt enters it when it is sent, so its blocks count while they are still coming, and siblings follow their leader as
@@ -44,7 +44,9 @@ USEFUL_S = 0.001  # a match that saves less decides nothing, unless it is half o
 ALIKE = 0.15  # engines whose learned speeds differ by less count as equal, else noise would pick favourites
 DECODE_TOKENS = 2.5  # prefill tokens that cost what one more sequence adds to a step (0.25 ms at 10,000 tokens/s)
 CROWDED = 2.0  # the price of a copy, in its own prefill, where it displaces something
-READING = 0.1  # seconds of waiting that a second of slower reading is worth
+READING = (
+    0.03  # seconds of waiting that a second of slower reading is worth; 0.1 cost a tenth of the mean wait of agents
+)
 PRIOR_OUTPUT_TOKENS = 200.0
 PRIOR_STAY_S = 2.5  # from first to last token
 UNKNOWN = float("inf")  # a pool whose size is not reported never overflows
