@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -29,13 +30,30 @@ def process_tree(root: int) -> list[int]:
     return tree
 
 
-def cpu_seconds(root: int) -> float:
-    """User and system time of the tree, of all threads and of children that have ended, in seconds (10 ms steps)."""
-    ticks = 0
+@dataclass(frozen=True)
+class Cpu:
+    """CPU time in seconds (10 ms steps)."""
+
+    user: float
+    system: float
+
+    @property
+    def total(self) -> float:
+        return self.user + self.system
+
+    def __sub__(self, other: Cpu) -> Cpu:
+        return Cpu(self.user - other.user, self.system - other.system)
+
+
+def cpu_time(root: int) -> Cpu:
+    """What the tree has used, all threads and all children that have ended included."""
+    user = system = 0
     for pid in process_tree(root):
         if fields := _stat_fields(pid):
-            ticks += sum(int(value) for value in fields[11:15])  # utime, stime, cutime, cstime
-    return ticks / TICKS_PER_S
+            utime, stime, cutime, cstime = (int(value) for value in fields[11:15])
+            user += utime + cutime
+            system += stime + cstime
+    return Cpu(user / TICKS_PER_S, system / TICKS_PER_S)
 
 
 def resident_bytes(root: int) -> int:

@@ -65,6 +65,7 @@ class Sample:
     """One proxy in one round of one case."""
 
     cpu_us: float  # a unit
+    system_us: float  # the part of it in the kernel
     rate: float  # units a second
     utilisation: float  # CPU seconds a second
     errors: int
@@ -129,9 +130,9 @@ def measure_cpu(case: Case, proxy: RunningProxy, engines: Engines, settings: Set
                 raise BenchError(f"{case.name} through {proxy.name}: {load.communicate()[0][-2000:]}")
             time.sleep(0.02)
         time.sleep(settings.warm_s)
-        cpu_0, units_0, t_0 = accounting.cpu_seconds(proxy.pid), engines.counters()[case.counter], time.monotonic()
+        cpu_0, units_0, t_0 = accounting.cpu_time(proxy.pid), engines.counters()[case.counter], time.monotonic()
         time.sleep(settings.window_s)
-        cpu_1, units_1, t_1 = accounting.cpu_seconds(proxy.pid), engines.counters()[case.counter], time.monotonic()
+        cpu_1, units_1, t_1 = accounting.cpu_time(proxy.pid), engines.counters()[case.counter], time.monotonic()
         if load.poll() is not None:
             raise BenchError("the load ended before the window; use a longer --window-s")
         output, _ = load.communicate(timeout=60)
@@ -142,7 +143,13 @@ def measure_cpu(case: Case, proxy: RunningProxy, engines: Engines, settings: Set
     if units_1 == units_0:
         raise BenchError(f"{case.name} through {proxy.name}: nothing was served in the window")
     cpu, units, seconds = cpu_1 - cpu_0, units_1 - units_0, t_1 - t_0
-    return Sample(cpu / units * 1e6, units / seconds, cpu / seconds, wrk_result(output)["errors"])
+    return Sample(
+        cpu.total / units * 1e6,
+        cpu.system / units * 1e6,
+        units / seconds,
+        cpu.total / seconds,
+        wrk_result(output)["errors"],
+    )
 
 
 def measure_p50(port: int, settings: Settings) -> tuple[int, int]:
@@ -214,7 +221,7 @@ def run_cpu_case(
                 table[proxy.name].append(sample)
                 say(
                     f"{case.name} round {round_number + 1} {proxy.name}: {sample.cpu_us:.1f} us, "
-                    f"{sample.rate:.0f}/s, CPU {sample.utilisation:.0%}"
+                    f"{sample.rate:.0f}/s, CPU {sample.utilisation:.0%}, {sample.system_us:.1f} us in the kernel"
                 )
                 if sample.errors:
                     results.faults.append(f"{case.name}, {proxy.name}: {sample.errors} failed requests")
@@ -309,8 +316,10 @@ def report(proxies: Sequence[Proxy], settings: Settings, results: Results, kvgat
         table = {name: [s.cpu_us for s in samples] for name, samples in results.cpu[case.name].items()}
         for name, samples in results.cpu[case.name].items():
             rows[name].append(ratio_text(table[name], table[floor_name]))
-            rate, busy = (statistics.median(getattr(s, key) for s in samples) for key in ("rate", "utilisation"))
-            load_rows[name].append(f"{rate:,.0f}/s at {busy:.0%}")
+            rate, busy, system = (
+                statistics.median(getattr(s, key) for s in samples) for key in ("rate", "utilisation", "system_us")
+            )
+            load_rows[name].append(f"{rate:,.0f}/s at {busy:.0%}, {system:.1f} us in the kernel")
     if results.silent_kb:
         header += [f"KiB per silent stream ({settings.silent_streams:,} open)", "freed after the clients left, s"]
         for name, values in results.silent_kb.items():
@@ -334,7 +343,7 @@ def report(proxies: Sequence[Proxy], settings: Settings, results: Results, kvgat
     if len(load_header) > 1:
         lines += [
             "",
-            "The load behind these figures (units a second, CPU of the proxy):",
+            "The load behind these figures (units a second, how busy the proxy was, the kernel's part):",
             "",
             *markdown(load_header, load_rows),
         ]
