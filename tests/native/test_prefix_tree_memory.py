@@ -215,14 +215,16 @@ def test_compaction_that_gets_no_memory_leaves_a_sound_tree() -> None:
     for after in range(1, 6):
         tree = PrefixTree(AMPLE)
         a, b = tree.add_backend(), tree.add_backend()
-        for i in range(500):
-            tree.insert(a if i % 5 else b, BlockHashes.from_list([i, i + 1000, i + 2000]))
+        for i in range(500):  # parents with many children at three depths, so that every kind of link moves
+            tree.insert(a if i % 5 else b, BlockHashes.from_list([i % 7, i % 31 + 100, i + 1000, i + 2000]))
         expected = tree.holdings()[b]
         tree._fail_allocation(after)
         tree.clear_backend(a)
         tree._fail_allocation(0)
         tree.check()
         assert tree.holdings()[b] == expected
+        tree.insert(a, BlockHashes.from_list([0, 100, 1, 2, 3]))
+        tree.check()
 
 
 def test_nothing_is_left_when_all_backends_are_gone() -> None:
