@@ -31,7 +31,6 @@ from router.proxy.admission import Admission
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
-from router.strategies.kv_aware import KvAware
 from router.strategies.registry import Dependencies, build
 from router.wire.http_head import RequestHead
 
@@ -238,9 +237,14 @@ class Gateway:
             "reported_tokens": self.metrics.matched_reported.get(backend.name, 0),
             "prompt_tokens": self.metrics.prompt_tokens.get(backend.name, 0),
         }
-        trust = self.strategy.trust_of(backend) if isinstance(self.strategy, KvAware) else None
+        trust = self.strategy.trust_of(backend)
         if trust is not None:
-            figures["trust"] = trust.worth
+            figures |= {
+                "predicted_tokens": trust.predicted_tokens,
+                "reported_tokens": trust.reported_tokens,
+                "trust": trust.value,
+                "trusted": not trust.lost,
+            }
         return figures
 
     def _snapshot(self) -> Snapshot:

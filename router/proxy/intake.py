@@ -37,6 +37,7 @@ def read_routing(
         prompt_tokens=seen.prompt_tokens,
         session_key=_session_key(services, head, seen),
         max_tokens=seen.max_tokens,
+        stream=seen.stream,
         readable=seen.readable,
     )
     return pool, request
