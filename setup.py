@@ -1,6 +1,10 @@
-"""The native extensions: every native/*.pyx is one.
+"""What is compiled: every native/*.pyx by Cython, and the modules of the request path by mypyc.
 
-Switches (environment): KVGATE_DEBUG=1 turns on bounds checks and C asserts, KVGATE_COVERAGE=1 line tracing.
+Switches (environment):
+KVGATE_DEBUG=1     bounds checks and C asserts in native/
+KVGATE_COVERAGE=1  line tracing in native/
+KVGATE_PURE=1      no mypyc: the request path runs from its Python source, which costs half as much CPU again
+                   (docs/decisions/0002-compiled-request-path.md). Implied by the two above.
 Sanitizer flags come through CFLAGS and LDFLAGS (see .ci/sanitize).
 """
 
@@ -13,28 +17,50 @@ from setuptools import Extension, setup
 DEBUG = os.environ.get("KVGATE_DEBUG") == "1"
 COVERAGE = os.environ.get("KVGATE_COVERAGE") == "1"
 CHECKED = DEBUG or COVERAGE
+PURE = CHECKED or os.environ.get("KVGATE_PURE") == "1"
 
-compile_args = ["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
-macros = [("CYTHON_TRACE_NOGIL", "1")] if COVERAGE else []
-
-extensions = [
-    Extension(
-        f"native.{path.stem}",
-        [str(path)],
-        extra_compile_args=[
-            *compile_args,
-            "-Wall",
-            "-Wextra",
-            "-Wno-unused-parameter",
-            "-Wno-missing-field-initializers",
-        ],
-        define_macros=macros,
-    )
-    for path in sorted(Path("native").glob("*.pyx"))
+# Compiled as one group, so that calls between them are C calls. Plain typed Python: each runs from its source too.
+REQUEST_PATH = [
+    "router/clock.py",
+    "router/errors.py",
+    "router/metrics.py",
+    "router/backends/backend.py",
+    "router/backends/ejection.py",
+    "router/backends/in_flight.py",
+    "router/backends/registry.py",
+    "router/wire/http_head.py",
+    "router/wire/openai_request.py",
+    "router/wire/paths.py",
+    "router/wire/usage.py",
+    "router/net/downstream.py",
+    "router/net/exchange_api.py",
+    "router/net/upstream.py",
+    "router/net/upstream_pool.py",
+    *sorted(str(path) for path in Path("router/learning").glob("[!_]*.py")),
+    "router/strategies/prefix_affinity.py",
+    "router/strategies/strategy.py",
+    "router/proxy/admission.py",
+    "router/proxy/attempt.py",
+    "router/proxy/exchange.py",
+    "router/proxy/intake.py",
+    "router/proxy/phases.py",
+    "router/proxy/retry.py",
+    "router/proxy/services.py",
 ]
 
-setup(
-    ext_modules=cythonize(
+compile_args = ["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
+warnings = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
+macros = [("CYTHON_TRACE_NOGIL", "1")] if COVERAGE else []
+
+
+def native() -> list[Extension]:
+    extensions = [
+        Extension(
+            f"native.{path.stem}", [str(path)], extra_compile_args=[*compile_args, *warnings], define_macros=macros
+        )
+        for path in sorted(Path("native").glob("*.pyx"))
+    ]
+    return cythonize(
         extensions,
         language_level=3,
         annotate=DEBUG,
@@ -48,4 +74,16 @@ setup(
             "embedsignature": False,
         },
     )
-)
+
+
+def request_path() -> list[Extension]:
+    if PURE:
+        return []
+    from mypyc.build import mypycify
+
+    # Types are checked by `make check`; a build environment holds no run-time dependencies to check them against.
+    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    return mypycify([*options, *REQUEST_PATH], opt_level="2", debug_level="0", group_name="router.request_path")
+
+
+setup(ext_modules=[*native(), *request_path()])

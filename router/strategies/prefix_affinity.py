@@ -173,12 +173,12 @@ class PrefixAffinity:
             block_tokens = self.block_bytes * total / request.prefix_bytes
             deep = deepest * block_tokens
             if deep > top:
-                deep = top
+                deep = float(top)
             paid_s = self._copies.balance_s(blocks[deepest - 1], now)
         matched = mirror.matched
         output = model.output_tokens
         if request.max_tokens is not None and request.max_tokens < output:
-            output = request.max_tokens
+            output = float(request.max_tokens)
         # Cached blocks take no room while others use them too; those of a prefix that nobody else used are unheld, and
         # become held with this request.
         held_anyway = bool(paid_s)
@@ -193,7 +193,7 @@ class PrefixAffinity:
             engine = engines[backend]
             hit = matched[engine.slot] * block_tokens * engine.worth
             if hit > top:
-                hit = top
+                hit = float(top)
             if hit > longest:
                 longest = hit
             left = total - hit
