@@ -211,7 +211,7 @@ def _options(connection: bytes) -> set[bytes]:
 
 def _normalize_target(head: RequestHead) -> None:
     target = head.target
-    if not target.startswith(b"/") and target != b"*":
+    if not target.startswith(b"/") and not (target == b"*" and head.method == b"OPTIONS"):
         scheme, separator, rest = target.partition(b"://")
         if not separator or scheme.lower() not in (b"http", b"https"):
             raise _invalid("its target is neither a path nor an http URL")
@@ -249,11 +249,14 @@ def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
         raise BadResponse(f"HTTP/{version}")
     if not _PLAIN_TEXT.fullmatch(events.phrase):
         raise BadResponse("control bytes in the reason phrase")
+    status = parser.get_status_code()
+    if status < 100:
+        raise BadResponse(f"status {status}")
     try:
         lines = sort_lines(raw, False)
     except ValueError as e:
         raise BadResponse(str(e)) from None
-    head = ResponseHead(parser.get_status_code(), events.phrase, lines)
+    head = ResponseHead(status, events.phrase, lines)
     head.keep_alive = version == "1.1"
     if lines.content_length >= 0:
         head.content_length = lines.content_length
@@ -272,7 +275,6 @@ def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
             head.upgrade = lines.upgrade
         if not options <= _COMMON_OPTIONS:
             head.kept = drop_headers(head.kept, options)
-    status = head.status
     if to_head or status < 200 or status == 204 or status == 304:
         head.framing = _NONE
     elif head.framing is _UNTIL_CLOSE:
