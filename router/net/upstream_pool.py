@@ -126,6 +126,8 @@ class _TaskConnecting:
                 events.on_connect_failed(describe(error))
         elif events is None:
             upstream.discard()
+        elif not upstream.reusable:  # accepted and closed before this task woke up
+            events.on_connect_failed("the connection was closed at once")
         else:
             events.on_connected(upstream)
 
