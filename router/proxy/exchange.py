@@ -479,6 +479,7 @@ class Exchange:
         assert attempt is not None
         attempt.judging = False
         if attempt.status in BUSY_STATUSES:
+            self._s.passive_health.answered(attempt.choice.backend)
             self._repeat_or_pass(repeat=True)
         else:
             self._downstream.deadline = None  # a check has its own time limit

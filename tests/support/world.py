@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from weakref import WeakSet
 
 from router.backends.backend import Backend, EngineReport, State
 from router.backends.ejection import SILENT, Ejector
@@ -157,6 +158,10 @@ class ScriptedConnecting:
             events.on_connect_failed("the connection was closed at once")
 
 
+class WatchedExchange(Exchange):
+    __slots__ = ("__weakref__",)
+
+
 class WatchedUpstream(Upstream):
     world: World
 
@@ -254,6 +259,7 @@ class World:
         self.clients: list[Client] = []
         self.begun = 0
         self.access_lines: list[dict[str, object]] = []
+        self._alive: WeakSet[Exchange] = WeakSet()
         self._written_at_open: dict[Exchange, tuple[WatchedDownstream, int]] = {}
         self.sent_to: defaultdict[Exchange, list[str]] = defaultdict(list)
         self.metrics = Metrics()
@@ -323,7 +329,8 @@ class World:
     def open_exchange(self, downstream: Downstream, head: RequestHead | None) -> Exchange:
         assert isinstance(downstream, WatchedDownstream)
         self.begun += 1
-        exchange = Exchange(self.services, downstream, head)
+        exchange = WatchedExchange(self.services, downstream, head)
+        self._alive.add(exchange)
         self._written_at_open[exchange] = (downstream, downstream.written)
         return exchange
 
@@ -453,9 +460,11 @@ class World:
         assert self.clock.pending == 1, "only the ejector's periodic check is left"
         self.sent_to.clear()
         self._written_at_open.clear()
-        assert not living_exchanges(s)
+        if self._alive:
+            gc.collect()
+        assert not self._alive, "an exchange outlives its end"
 
-    def rest(self, seconds: float = 60.0) -> None:
+    def rest(self, seconds: float = 40.0) -> None:
         """Everybody leaves; then nothing may be left."""
         for client in self.clients:
             if not client.lost:
@@ -473,9 +482,3 @@ def ledgers(strategy: object) -> dict[str, object]:
         if len(ledger) or ledger.kv_tokens or ledger.pending_s or ledger.decoding:
             left[backend.name] = ledger
     return left
-
-
-def living_exchanges(services: Services) -> list[Exchange]:
-    """Those of one world that something still holds. Exchange has no weak references, so the collector is asked."""
-    gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) is Exchange and thing._s is services]
