@@ -468,9 +468,9 @@ class Exchange:
         self.on_upstream_lost(why, True)
 
     def on_backend_silent(self, backend: Backend) -> None:
-        """A backend was ejected for silence: what waits for its first byte there may be repeated elsewhere."""
+        """A backend was ejected for silence: what waits for its first byte there is repeated elsewhere, if it may be."""
         attempt = self._attempt
-        if attempt is not None and attempt.choice.backend is backend and self._phase is not Phase.STREAMING:
+        if attempt is not None and attempt.choice.backend is backend and self._repeatable(sent=attempt.sent):
             self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."))
 
     def _judge(self) -> None:
