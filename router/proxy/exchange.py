@@ -368,7 +368,7 @@ class Exchange:
         self._served_by = choice
         self._status = answer.status
         dechunk = head.http_1_0 and answer.framing is Framing.CHUNKED
-        close = not head.keep_alive or answer.framing is Framing.UNTIL_CLOSE
+        close = not head.keep_alive or answer.framing is Framing.UNTIL_CLOSE or self._s.draining
         if close or self._tunnel:
             head.keep_alive = False
         ours = b"x-request-id: %b\r\nx-kvgate-backend: %b\r\nx-kvgate-reason: %b\r\nx-kvgate-matched: %d\r\n" % (
@@ -613,6 +613,8 @@ class Exchange:
     def _write_own(self, status: int, body: bytes, content_type: bytes, extra: bytes) -> None:
         head = self._head
         self._status = status
+        if head is not None and self._s.draining:
+            head.keep_alive = False
         data = render_own_answer(
             status,
             body,
