@@ -1185,7 +1185,7 @@ def test_a_fault_of_ours_ends_its_exchange_alone(monkeypatch: pytest.MonkeyPatch
 
     world.strategy.choose = broken  # type: ignore[method-assign, assignment]
     client = world.client()
-    client.send(CHAT.replace(b"hi", b"hush"))
+    client.send(request(b"POST", b"/v1/chat/completions", JSON, body=BODY.replace(b"hi", b"hush")))
     world.clock.advance(0.5)
     logger.removeHandler(handler)
     assert error_of(only_answer(client)) == (500, "internal_error")
