@@ -21,7 +21,6 @@ PURE = CHECKED or os.environ.get("KVGATE_PURE") == "1"
 
 # Compiled as one group, so that calls between them are C calls. Plain typed Python: each runs from its source too.
 REQUEST_PATH = [
-    "router/clock.py",
     "router/errors.py",
     "router/metrics.py",
     "router/backends/backend.py",

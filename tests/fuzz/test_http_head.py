@@ -75,8 +75,9 @@ def test_mutated_responses(seed: int) -> None:
             continue
         passed += 1
         assert 100 <= head.status <= 999, raw
-        for _, line in head.kept:
-            assert line.count(b"\r\n") == 1, raw
-            assert line.endswith(b"\r\n"), raw
-            assert b"\n" not in line[:-2], raw
+        assert head.kept == b"" or head.kept.endswith(b"\r\n"), raw
+        for line in head.kept.split(b"\r\n")[:-1]:
+            assert line, raw
+            assert b"\n" not in line, raw
+            assert b"\r" not in line, raw
     assert passed > ROUNDS // 40

@@ -25,6 +25,7 @@ from router.net.downstream import WRITE_HIGH_WATER_BYTES, Downstream, Downstream
 from router.net.exchange_api import ConnectEvents, UpstreamEvents
 from router.net.upstream import Upstream
 from router.net.upstream_pool import UpstreamPool
+from router.proxy.access_log import AccessLine
 from router.proxy.admission import Admission
 from router.proxy.attempt import HELD_LIMIT_BYTES
 from router.proxy.exchange import Exchange
@@ -334,9 +335,9 @@ class World:
         self._written_at_open[exchange] = (downstream, downstream.written)
         return exchange
 
-    def write(self, fields: dict[str, object]) -> None:
+    def write(self, line: AccessLine) -> None:
         """The access log: one line for each exchange that ended."""
-        self.access_lines.append(fields)
+        self.access_lines.append(line._asdict())
 
     def check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
         return self.clock.call_later(0.05, lambda: tell(self.engines[backend.name].alive)).cancel

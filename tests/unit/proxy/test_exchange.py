@@ -1244,7 +1244,7 @@ def test_one_access_line_tells_who_ended_it_where_and_holds_no_client_text() -> 
     ask(world, secret)
     (line,) = world.access_lines
     assert line["ended"] == "upstream@done"
-    assert (line["method"], line["path"], line["status"], line["backend"]) == ("POST", "/v1/chat/completions", 200, "e0")
+    assert (line["method"], line["path"], line["status"], line["backend"]) == (b"POST", b"/v1/chat/completions", 200, "e0")
     assert "hush" not in str(line)
     assert world.metrics.prompt_tokens["e0"] == 9
     assert world.metrics.matched_reported["e0"] == 4

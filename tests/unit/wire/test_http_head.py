@@ -222,7 +222,7 @@ def test_end_to_end_headers_go_on_as_they_came() -> None:
         default_host=b"d",
         api_key=None,
     )
-    for line in (b"X-MiXed: CaSe", b"X-Twice: 1\r\nX-Twice: 2", b"X-High: \xe4", b"Accept: "):
+    for line in (b"X-MiXed: CaSe", b"X-Twice: 1\r\nX-Twice: 2", b"X-High: \xe4", b"Accept:"):
         assert b"\r\n" + line + b"\r\n" in raw
 
 
