@@ -62,7 +62,7 @@ def test_client_gone_before_the_first_byte_of_a_stream(
     base_url: str, engines: list[Engine], figures: list[str]
 ) -> None:
     generated = generated_tokens(engines)
-    # about 3,000 tokens, 3 s of prefill in steps of 256: the engine counts it as running from the end of the first
+    # about 3,000 tokens, 3 s of prefill in steps of 128: the engine counts it as running from the end of the first
     with send(base_url, noise_text("long", LONG_WORDS), stream=True, max_tokens=500):
         eventually(lambda: busy(engines) == 1, 10, "the request is being prefilled")
     assert_stops(engines, figures, "cancelled in prefill")
