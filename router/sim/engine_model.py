@@ -390,6 +390,8 @@ class EngineModel:
         if until is not None:
             steps = min(steps, max(1, int((until - now) / duration - 1e-9) + 1))
         block_size, free = self.config.block_size, self.pool.free_blocks
+        if self.waiting:  # a block that fills now may be one that the first in line shares, and then it fits
+            steps = min(steps, *(block_size - request.computed % block_size for request, _ in self._plan))
         while steps > 1:
             wanted = sum(
                 max(0, -(-(request.computed + steps) // block_size) - len(request.blocks)) for request, _ in self._plan

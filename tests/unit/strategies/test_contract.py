@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from random import Random
 
 import pytest
@@ -119,7 +120,7 @@ def test_a_vanished_backend_is_survived_and_nothing_of_it_stays(rig: Rig) -> Non
     if placement is not None:
         assert not placement._engines
         assert len(placement._recent) == 0
-    for held in vars(rig.strategy).values():
+    for held in gc.get_referents(rig.strategy):
         if isinstance(held, dict):
             assert not any(isinstance(key, Backend) for key in held)
     rig.tree.check()
