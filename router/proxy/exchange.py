@@ -468,7 +468,7 @@ class Exchange:
         self.on_upstream_lost(why, True)
 
     def on_backend_silent(self, backend: Backend) -> None:
-        """A backend was ejected for silence: what waits for its first byte there is repeated elsewhere, if it may be."""
+        """A backend was ejected for silence: what waits for its first byte there is repeated elsewhere if it may be."""
         attempt = self._attempt
         if attempt is not None and attempt.choice.backend is backend and self._repeatable(sent=attempt.sent):
             self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."))

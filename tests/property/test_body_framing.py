@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +11,13 @@ from native.body_framing import BadFraming, BodyFramer, Framing
 from tests.support.scripted import Dechunker
 
 USAGES = st.sampled_from(
-    [b'{"usage":{"prompt_tokens":5,"d":{"c":1}}}', b'"usage"', b'"usage":null', rb'\"usage\":{"a":1}', b'"usage" : {"b":"}"}']
+    [
+        b'{"usage":{"prompt_tokens":5,"d":{"c":1}}}',
+        b'"usage"',
+        b'"usage":null',
+        rb'\"usage\":{"a":1}',
+        b'"usage" : {"b":"}"}',
+    ]
 )
 PAYLOADS = st.lists(st.one_of(st.binary(max_size=30), USAGES), max_size=6)
 CUTS = st.lists(st.integers(min_value=0, max_value=2000), max_size=30)
@@ -18,7 +26,7 @@ EXTENSIONS = st.sampled_from([b"", b";", b";a=b", b';q="x y"'])
 
 def cut_up(raw: bytes, cuts: list[int]) -> list[bytes]:
     marks = sorted({min(cut, len(raw)) for cut in cuts} | {0, len(raw)})
-    return [raw[a:b] for a, b in zip(marks, marks[1:], strict=False)] or [b""]
+    return [raw[a:b] for a, b in pairwise(marks)] or [b""]
 
 
 def read(raw: bytes, pieces: list[bytes], framing: Framing, length: int) -> tuple[int, bytes, bytes | None, bool, str]:
@@ -64,7 +72,12 @@ def test_usage_does_not_depend_on_how_the_payload_is_cut(payloads: list[bytes], 
     assert read(raw, cut_up(raw, cuts), Framing.UNTIL_CLOSE, 0) == whole
 
 
-@given(st.lists(st.sampled_from([b"5", b"\r\n", b"hello", b"0", b"\r", b"\n", b";", b"a", b": ", b"x", b" "]), max_size=14), CUTS)
+@given(
+    st.lists(
+        st.sampled_from([b"5", b"\r\n", b"hello", b"0", b"\r", b"\n", b";", b"a", b": ", b"x", b" "]), max_size=14
+    ),
+    CUTS,
+)
 def test_what_is_taken_is_what_a_plain_reader_takes_and_what_is_refused_is_refused_in_any_cut(
     parts: list[bytes], cuts: list[int]
 ) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from os.path import commonprefix
 from random import Random
 
 from router.backends.backend import EngineReport, State
 from tests.support.scripted import (
     ERROR_EVENT,
     Client,
+    Dechunker,
     EngineConnection,
     Received,
     Response,
@@ -301,7 +301,12 @@ class _Script:
             raw_head = rng.choice((b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\nx: 1\r\n\r\n")) + raw_head
         if fault == "bad_chunk":
             cut = rng.randrange(len(pieces))
-            pieces = [*pieces[:cut], rng.choice((b"zz\r\n", b"-1\r\n", b"1 \r\na\r\n", b"1\r\nab\r\n", b"\r\n", b"1\na\r\n"))]
+            bad = rng.choice((b"zz\r\n", b"-1\r\n", b"1 \r\na\r\n", b"1\r\nab\r\n", b"\r\n", b"1\na\r\n"))
+            before = Dechunker()
+            before.feed(b"".join(pieces[:cut]))
+            # a chunk longer than its size is broken behind its first byte, which is a byte of the answer
+            answer.payload = bytes(before.payload) + (b"a" if bad.startswith(b"1\r\n") else b"")
+            pieces = [*pieces[:cut], bad]
             ending = "broken"
         elif fault == "stall_after_head":
             pieces, ending = [], "stall"
@@ -324,7 +329,9 @@ class _Script:
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             if last and fault == "bytes_after_the_end":
-                piece += b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nx-stamp: intruder\r\n\r\nXXXXX"[: rng.randrange(1, 70)]
+                piece += b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nx-stamp: intruder\r\n\r\nXXXXX"[
+                    : rng.randrange(1, 70)
+                ]
                 if framing == "until_close":
                     piece = pieces[-1]
             self._later(at, piece, finishes=last and ending in ("stay", "close"))
@@ -334,7 +341,12 @@ class _Script:
         if ending in ("close", "reset"):
             self.timers.later(at, self.connection.close if ending == "close" else self.connection.reset)
         elif fault == "close_when_idle":
-            self.timers.later(at + rng.uniform(0.0, 0.01), self.connection.close)
+            self.timers.later(at + rng.uniform(0.0, 0.01), self._close_if_idle, len(self.connection.received))
+
+    def _close_if_idle(self, answered: int) -> None:
+        """A request may be on its way to it, but none has arrived."""
+        if len(self.connection.received) == answered:
+            self.connection.close()
 
     def _events(self, fault: str) -> list[bytes]:
         rng, stamp = self.traffic.rng, self.answer.stamp
@@ -514,7 +526,9 @@ class RandomClient(Client):
                 assert answer.finished, "half an answer was passed on as a whole one"
                 assert payload == sent
             return
-        common = len(commonprefix((payload, sent)))
+        common = next(
+            (at for at, (a, b) in enumerate(zip(payload, sent, strict=False)) if a != b), min(len(payload), len(sent))
+        )
         tails = [payload[at:] for at in range(max(common - len(ERROR_EVENT), 0), common + 1)]
         cut = any(tail.startswith(ERROR_EVENT) or ERROR_EVENT.startswith(tail) for tail in tails)
         assert cut, "bytes that this engine never sent"

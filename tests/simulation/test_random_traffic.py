@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from router.strategies.registry import FACTORIES
-from tests.simulation.random_traffic import FAULTS, Traffic
+from tests.simulation.random_traffic import Traffic
 
 EXCHANGES = 150
 SEEDS = range(6)

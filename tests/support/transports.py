@@ -27,7 +27,9 @@ class Network:
         self.open: set[VirtualTransport] = set()
         self.faults: list[BaseException] = []
 
-    def link(self, near: asyncio.Protocol, far: asyncio.Protocol, *, peername: tuple[str, int] = ("10.0.0.1", 1)) -> None:
+    def link(
+        self, near: asyncio.Protocol, far: asyncio.Protocol, *, peername: tuple[str, int] = ("10.0.0.1", 1)
+    ) -> None:
         """Connect the two; `far` (the accepting side) is told first."""
         a, b = VirtualTransport(self, near, peername), VirtualTransport(self, far, peername)
         a.peer, b.peer = b, a

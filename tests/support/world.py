@@ -2,8 +2,8 @@
 
     clients (scripted.Client) -- Network -- Downstream, Exchange, Upstream -- Network -- engines (ScriptedEngine)
 
-What app.py does with sockets and tasks is done here with links and timers; nothing else stands in for anything. Watchers
-sit where a promise could be broken unseen, and `check()` compares what the core counts with what they saw.
+What app.py does with sockets and tasks is done here with links and timers; nothing else stands in for anything.
+Watchers sit where a promise could be broken unseen; `check()` compares what the core counts with what they saw.
 """
 
 from __future__ import annotations

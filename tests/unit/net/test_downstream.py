@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.scripted import Client, EngineConnection, Received, chunked, request, response_head
+from tests.support.scripted import Client, EngineConnection, Received, request, response_head
 from tests.support.world import World
 
 JSON = b"content-type: application/json"

@@ -187,7 +187,9 @@ def test_an_answer_until_close_ends_with_the_connection() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_bytes_after_the_end_are_never_relayed_and_end_the_connection(apart: bool) -> None:
     def handler(connection: EngineConnection, received: Received) -> None:
-        connection.write(response_head(200, JSON, b"content-length: 2") + b"{}" + (b"" if apart else b"HTTP/1.1 200 OK"))
+        connection.write(
+            response_head(200, JSON, b"content-length: 2") + b"{}" + (b"" if apart else b"HTTP/1.1 200 OK")
+        )
         if apart:
             world.clock.call_later(0.1, connection.write, b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
 
@@ -1216,7 +1218,9 @@ def test_local_paths_are_answered_here(path: bytes) -> None:
 def test_health_and_readiness_tell_whether_anybody_can_serve() -> None:
     world = world_of(whole())
     world.registry.set_state(world.backend("e0"), State.DOWN, "dead")
-    statuses = {p: only_answer(ask(world, request(b"GET", p))).status for p in (b"/health", b"/ping", b"/livez", b"/readyz")}
+    statuses = {
+        p: only_answer(ask(world, request(b"GET", p))).status for p in (b"/health", b"/ping", b"/livez", b"/readyz")
+    }
     assert statuses == {b"/health": 503, b"/ping": 503, b"/livez": 200, b"/readyz": 503}
     world.rest()
 
@@ -1244,7 +1248,12 @@ def test_one_access_line_tells_who_ended_it_where_and_holds_no_client_text() -> 
     ask(world, secret)
     (line,) = world.access_lines
     assert line["ended"] == "upstream@done"
-    assert (line["method"], line["path"], line["status"], line["backend"]) == (b"POST", b"/v1/chat/completions", 200, "e0")
+    assert (line["method"], line["path"], line["status"], line["backend"]) == (
+        "POST",
+        "/v1/chat/completions",
+        200,
+        "e0",
+    )
     assert "hush" not in str(line)
     assert world.metrics.prompt_tokens["e0"] == 9
     assert world.metrics.matched_reported["e0"] == 4

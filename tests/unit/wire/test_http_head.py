@@ -70,7 +70,9 @@ def to_client(head: ResponseHead, *, dechunk: bool = False, close: bool = False)
         pytest.param(b"Transfer-Encoding: chunked, gzip\r\n", 400, id="chunked not last"),
         pytest.param(b"Transfer-Encoding: chunked, chunked\r\n", 400, id="chunked twice"),
         pytest.param(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", 400, id="chunked in two lines"),
-        pytest.param(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n", 400, id="identity after chunked"),
+        pytest.param(
+            b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n", 400, id="identity after chunked"
+        ),
         pytest.param(b"Transfer-Encoding: xchunked\r\n", 501, id="nearly chunked"),
         pytest.param(b'Transfer-Encoding: "chunked"\r\n', 501, id="quoted chunked"),
         pytest.param(b"Transfer-Encoding: chunked;q=1\r\n", 501, id="chunked with a parameter"),
@@ -284,8 +286,12 @@ def test_a_header_is_found_by_its_lower_case_name() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", id="length, coding"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n", id="coding, length"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", id="length, coding"
+        ),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n", id="coding, length"
+        ),
         pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", id="two lengths"),
         pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\n", id="one length twice"),
         pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\n", id="a list of lengths"),

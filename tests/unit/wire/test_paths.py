@@ -9,7 +9,14 @@ from router.wire.paths import PathKind, path_kind
 
 @pytest.mark.parametrize(
     "path",
-    [b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings", b"/v1/responses", b"/v1/messages", b"/invocations"],
+    [
+        b"/v1/chat/completions",
+        b"/v1/completions",
+        b"/v1/embeddings",
+        b"/v1/responses",
+        b"/v1/messages",
+        b"/invocations",
+    ],
 )
 def test_inference_is_a_post_to_a_known_path(path: bytes) -> None:
     assert path_kind(b"POST", path) is PathKind.INFERENCE

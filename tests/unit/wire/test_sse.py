@@ -32,7 +32,19 @@ ERRORS = [
     b"event:error\r\ndata: {}\r\n\r\n",
     b': ping\n\nid: 7\ndata: {"error": {}}\n\n',
 ]
-NOTHING = [b"", b": ping\n\n", b"\n\n", b"id: 1\n", b"retry: 10\n", b": ping", b"id: 1", b"retry: 1", b"event: mess", b"data", b"d"]
+NOTHING = [
+    b"",
+    b": ping\n\n",
+    b"\n\n",
+    b"id: 1\n",
+    b"retry: 10\n",
+    b": ping",
+    b"id: 1",
+    b"retry: 1",
+    b"event: mess",
+    b"data",
+    b"d",
+]
 
 
 @pytest.mark.parametrize("stream", DATA)
