@@ -14,6 +14,7 @@ from typing import Any
 
 from router.clock import Clock
 
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 WINDOW_BYTES = 32768  # in flight and unread together, each way
 
 
@@ -29,13 +30,14 @@ class Network:
 
     def link(
         self, near: asyncio.Protocol, far: asyncio.Protocol, *, peername: tuple[str, int] = ("10.0.0.1", 1)
-    ) -> None:
+    ) -> tuple[VirtualTransport, VirtualTransport]:
         """Connect the two; `far` (the accepting side) is told first."""
         a, b = VirtualTransport(self, near, peername), VirtualTransport(self, far, peername)
         a.peer, b.peer = b, a
         self.open.update((a, b))
         far.connection_made(b)
         near.connection_made(a)
+        return a, b
 
 
 class VirtualTransport(asyncio.Transport):
@@ -46,11 +48,11 @@ class VirtualTransport(asyncio.Transport):
         self.network = network
         self.protocol = protocol
         self.peer: VirtualTransport
-        self.written = b""  # all that was ever accepted by write(), for tests of one connection
+        self.written_final_bytes = 0  # all but 100 Continue
+        self.on_write: Callable[[bytes], None] | None = None
         self.aborted = False
         self.eof_written = False
         self.lost = False
-        self.keep_written = False
         # outgoing
         self._out = bytearray()
         self._high, self._low = 65536, 16384
@@ -76,8 +78,10 @@ class VirtualTransport(asyncio.Transport):
             raise RuntimeError("write() after write_eof()")
         if self._closing or not data:
             return
-        if self.keep_written:
-            self.written += bytes(data)
+        if data != CONTINUE:
+            self.written_final_bytes += len(data)
+        if self.on_write is not None:
+            self.on_write(bytes(data))
         self._out += data
         if self._reset_arrived:
             self._later(self._lose, ConnectionResetError("reset"))

@@ -9,11 +9,12 @@ Watchers sit where a promise could be broken unseen; `check()` compares what the
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
+import re
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
-from weakref import WeakSet
 
 from router.backends.backend import Backend, EngineReport, State
 from router.backends.ejection import SILENT, Ejector
@@ -22,8 +23,7 @@ from router.clock import VirtualClock
 from router.index.prefix_index import PrefixTree
 from router.metrics import Metrics
 from router.net.downstream import WRITE_HIGH_WATER_BYTES, Downstream, DownstreamLimits
-from router.net.exchange_api import ConnectEvents, UpstreamEvents
-from router.net.upstream import Upstream
+from router.net.exchange_api import ConnectEvents
 from router.net.upstream_pool import UpstreamPool
 from router.proxy.access_log import AccessLine
 from router.proxy.admission import Admission
@@ -34,14 +34,14 @@ from router.proxy.services import ExchangeSettings, Services
 from router.strategies.registry import Dependencies, build
 from router.strategies.strategy import Choice, Outcome, RoutingRequest, Strategy
 from router.wire.http_head import RequestHead
-from router.wire.paths import PathKind
+from router.wire.paths import PathKind, path_kind
 from tests.support.scripted import Client, EngineConnection, Received
-from tests.support.transports import WINDOW_BYTES, Network
+from tests.support.transports import WINDOW_BYTES, Network, VirtualTransport
 
 MODEL = "m"
 # a slow client costs the mark at which reading stops, and one piece or one held answer beyond it
 WRITE_BOUND_BYTES = WRITE_HIGH_WATER_BYTES + HELD_LIMIT_BYTES + 2 * WINDOW_BYTES
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+REQUEST_ID = re.compile(rb"\r\nx-request-id: ([^\r]*)\r\n")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class ScriptedConnecting:
             events.on_connect_failed("connection refused")
         elif self._engine.accepts != "blackhole":
             connection = self._engine.accept()
-            self._world.network.link(self._upstream, connection)
+            near, _ = self._world.network.link(self._upstream, connection)
+            near.on_write = partial(self._world.sent_upstream, self._engine.name)
             if self._engine.accepts == "reset":
                 connection.reset()
             self._world.clock.call_later(self._world.connect_gap_s, self._tell)
@@ -159,40 +160,15 @@ class ScriptedConnecting:
             events.on_connect_failed("the connection was closed at once")
 
 
-class WatchedExchange(Exchange):
-    __slots__ = ("__weakref__",)
+@dataclass(eq=False)
+class Begun:
+    """One exchange as the world saw it begin. Its classes are compiled, so they are watched from outside."""
 
-
-class WatchedUpstream(Upstream):
-    world: World
-
-    def send(self, events: UpstreamEvents, head: bytes, body: bytes, *, to_head: bool) -> None:
-        assert isinstance(events, Exchange)
-        self.world.on_sent(events, self.backend)
-        super().send(events, head, body, to_head=to_head)
-
-
-class WatchedPool(UpstreamPool):
-    def __init__(self, world: World, keepalive_s: float, max_head_bytes: int) -> None:
-        super().__init__(world.clock, keepalive_s, max_head_bytes)
-        self._world = world
-
-    def make(self, backend: Backend) -> Upstream:
-        self.open += 1
-        upstream = WatchedUpstream(backend, self._max_head_bytes, self._released)
-        upstream.world = self._world
-        return upstream
-
-
-class WatchedDownstream(Downstream):
-    """Counts what goes to the client."""
-
-    written = 0
-
-    def write(self, data: bytes) -> None:
-        if data != CONTINUE:
-            self.written += len(data)
-        super().write(data)
+    exchange: Exchange
+    transport: VirtualTransport  # the gateway's end of the client's connection
+    written: int  # bytes of answers sent to the client before
+    changes: bool  # its request may change an engine
+    sent_to: list[str] = field(default_factory=list)
 
 
 class WatchedStrategy:
@@ -259,10 +235,9 @@ class World:
         self.engines: dict[str, ScriptedEngine] = {}
         self.clients: list[Client] = []
         self.begun = 0
-        self.access_lines: list[dict[str, object]] = []
-        self._alive: WeakSet[Exchange] = WeakSet()
-        self._written_at_open: dict[Exchange, tuple[WatchedDownstream, int]] = {}
-        self.sent_to: defaultdict[Exchange, list[str]] = defaultdict(list)
+        self.access_lines: list[AccessLine] = []
+        self._begun: dict[bytes, Begun] = {}  # by request id
+        self._transports: dict[Downstream, VirtualTransport] = {}
         self.metrics = Metrics()
         self.registry = Registry(self.clock)
         self.index = PrefixTree(16 << 20)
@@ -278,7 +253,7 @@ class World:
             ),
         )
         self.strategy = WatchedStrategy(self, real)
-        self.pool = WatchedPool(self, rules.upstream_keepalive_s, rules.max_header_bytes)
+        self.pool = UpstreamPool(self.clock, rules.upstream_keepalive_s, rules.max_header_bytes)
         self.registry.subscribe(self._on_fleet_event)
         self.ejector = Ejector(self.registry, self.clock, rules.health)
         self.admission = Admission(rules.max_in_flight, rules.max_queue)
@@ -328,27 +303,33 @@ class World:
         return ScriptedConnecting(self, backend, events)
 
     def open_exchange(self, downstream: Downstream, head: RequestHead | None) -> Exchange:
-        assert isinstance(downstream, WatchedDownstream)
         self.begun += 1
-        exchange = WatchedExchange(self.services, downstream, head)
-        self._alive.add(exchange)
-        self._written_at_open[exchange] = (downstream, downstream.written)
+        exchange = Exchange(self.services, downstream, head)
+        transport = self._transports[downstream]
+        changes = head is not None and path_kind(head.method, head.path) is PathKind.CHANGE
+        self._begun[exchange._request_id] = Begun(exchange, transport, transport.written_final_bytes, changes)
         return exchange
 
     def write(self, line: AccessLine) -> None:
         """The access log: one line for each exchange that ended."""
-        self.access_lines.append(line._asdict())
+        self.access_lines.append(line)
 
     def check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
         return self.clock.call_later(0.05, lambda: tell(self.engines[backend.name].alive)).cancel
 
-    def on_sent(self, exchange: Exchange, backend: Backend) -> None:
-        downstream, written = self._written_at_open[exchange]
-        assert downstream.written == written, "sent to an engine after a byte of an answer went downstream"
-        before = self.sent_to[exchange]
-        assert not before or exchange._kind is not PathKind.CHANGE, "sent twice what may change an engine"
-        assert backend.name not in before[:-1], "sent again to a backend that had failed"
-        before.append(backend.name)
+    def sent_upstream(self, backend: str, data: bytes) -> None:
+        """Bytes for an engine. A head tells by its x-request-id whose it is."""
+        request_id = REQUEST_ID.search(data)
+        if request_id is None:
+            return
+        begun = self._begun[request_id[1]]
+        assert begun.transport.written_final_bytes == begun.written, (
+            "sent to an engine after a byte of an answer went downstream"
+        )
+        before = begun.sent_to
+        assert not before or not begun.changes, "sent twice what may change an engine"
+        assert backend not in before[:-1], "sent again to a backend that had failed"
+        before.append(backend)
         assert len(set(before)) <= 1 + self.rules.retry_attempts
 
     def _on_fleet_event(self, event: FleetEvent) -> None:
@@ -393,7 +374,8 @@ class World:
 
     def add_client(self, client: Client) -> Client:
         self.clients.append(client)
-        self.network.link(client, WatchedDownstream(self, self.clock, self._limits, self.connections))
+        downstream = Downstream(self, self.clock, self._limits, self.connections)
+        _, self._transports[downstream] = self.network.link(client, downstream)
         return client
 
     # -- time ---------------------------------------------------------------------------------------------------------
@@ -459,11 +441,14 @@ class World:
         assert self.pool._sweep is None
         assert not ledgers(self.strategy.real)
         assert self.clock.pending == 1, "only the ejector's periodic check is left"
-        self.sent_to.clear()
-        self._written_at_open.clear()
-        if self._alive:
-            gc.collect()
-        assert not self._alive, "an exchange outlives its end"
+        assert all(transport.lost for transport in self._transports.values())
+        self._transports.clear()
+        gc.collect(0)
+        for begun in self._begun.values():
+            if sys.getrefcount(begun.exchange) > 2:
+                gc.collect()
+            assert sys.getrefcount(begun.exchange) == 2, "something holds an exchange after its end"
+        self._begun.clear()
 
     def rest(self, seconds: float = 40.0) -> None:
         """Everybody leaves; then nothing may be left."""

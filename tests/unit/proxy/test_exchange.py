@@ -85,7 +85,7 @@ def received(world: World) -> list[int]:
 
 
 def ended(world: World) -> list[str]:
-    return [str(line["ended"]) for line in world.access_lines]
+    return [str(line.ended) for line in world.access_lines]
 
 
 # -- what an answer carries -------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_what_fails_before_its_first_body_byte_is_repeated_elsewhere(handler: Ha
     assert response.header(b"x-kvgate-backend") == b"e1"
     assert response.header(b"x-kvgate-reason") == b"retry"
     assert received(world) == [1, 1]
-    assert world.access_lines[0]["attempts"] == 2
+    assert world.access_lines[0].attempts == 2
     world.rest()
 
 
@@ -437,7 +437,7 @@ def test_a_stale_pooled_connection_costs_no_attempt_and_no_budget() -> None:
     world.run(1.0)
     assert only_answer(client).status == 200
     assert world.metrics.retries == {"stale_connection": 1}
-    assert world.access_lines[-1]["attempts"] == 1
+    assert world.access_lines[-1].attempts == 1
     assert received(world) == [2]
     world.rest()
 
@@ -630,7 +630,7 @@ def test_a_client_that_leaves_frees_its_slot_and_ends_the_engine_s_work_at_once(
     assert world.pool.open == 0
     assert not world.engines["e0"].open_connections
     assert ended(world) == [f"client@{phase}"]
-    assert world.access_lines[0]["status"] == (200 if phase == "streaming" else 499)
+    assert world.access_lines[0].status == (200 if phase == "streaming" else 499)
     world.rest()
 
 
@@ -1247,10 +1247,10 @@ def test_one_access_line_tells_who_ended_it_where_and_holds_no_client_text() -> 
     secret = request(b"POST", b"/v1/chat/completions?key=hush", JSON, b"Authorization: Bearer hush", body=BODY)
     ask(world, secret)
     (line,) = world.access_lines
-    assert line["ended"] == "upstream@done"
-    assert (line["method"], line["path"], line["status"], line["backend"]) == (
-        "POST",
-        "/v1/chat/completions",
+    assert line.ended == "upstream@done"
+    assert (line.method, line.path, line.status, line.backend) == (
+        b"POST",
+        b"/v1/chat/completions",
         200,
         "e0",
     )
