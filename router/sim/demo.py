@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
@@ -36,7 +37,7 @@ ENGINE_FLAGS: Final = (
     "--block-size",
     str(BLOCK_TOKENS),
     "--prefill-tokens-per-s",
-    "20000",
+    "24000",
     "--step-ms",
     "5",
     "--decode-ms",
@@ -53,6 +54,8 @@ port = 0
 level = "warning"
 access = false
 """
+QUERIES: Final = "vllm:prefix_cache_queries_total"
+HITS: Final = "vllm:prefix_cache_hits_total"
 READY_TIMEOUT_S: Final = 15.0
 CALL_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
@@ -104,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_until_told(arguments, view))
-    except (ChildFailed, DemoFailed, OSError) as error:
+    except (ChildFailed, DemoFailed, OSError, aiohttp.ClientError, TimeoutError) as error:
         view.close()
-        sys.stderr.write(f"kvgate demo: {error}\n")
+        sys.stderr.write(f"kvgate demo: {error or type(error).__name__}\n")
         return 1
 
 
@@ -144,17 +147,16 @@ async def _demo(arguments: argparse.Namespace, view: View, clock: Clock) -> int:
         flags = ("--port", "0", "--num-gpu-blocks-override", str(pool_blocks + 1), *ENGINE_FLAGS)
         engines = [await tree.start(f"engine-{number}", ("sim", *flags)) for number in range(arguments.engines)]
         await asyncio.gather(*(engine.wait_until_listening() for engine in engines))
+        gateway: Child | None = None
         for strategy in arguments.strategies:
-            if results:
-                await asyncio.gather(*(_empty(session, engine) for engine in engines))
-            gateway = await _start_gateway(tree, session, strategy, engines, clock)
-            result = await _guarded(tree, _measure(session, strategy, gateway, engines, plan, view, clock))
-            results.append(result)
-            last = strategy is arguments.strategies[-1] and len(results) == len(arguments.strategies)
-            if not (last and arguments.hold):
+            if gateway is not None:
                 await tree.stop(gateway)
+                await asyncio.gather(*(_empty(session, engine) for engine in engines))
+            gateway = await _start_gateway(tree, strategy, engines)
+            trial = _Trial(session, strategy, gateway, engines, plan, view, clock)
+            results.append(await _guarded(tree, trial.run()))
         view.say(f"\n{table(results)}\n{_verdict(results)}")
-        if arguments.hold:
+        if arguments.hold and gateway is not None:
             view.say(_invitation(gateway))
             await tree.watch()
     return 1 if any(result.errors for result in results) else 0
@@ -177,10 +179,10 @@ def _describe(plan: Plan, arguments: argparse.Namespace, pool_blocks: int) -> st
     )
 
 
-async def _guarded(tree: ProcessTree, work: asyncio.Future[Result] | asyncio._CoroutineLike[Result]) -> Result:
+async def _guarded(tree: ProcessTree, work: Coroutine[None, None, Result]) -> Result:
     """The work's result; ChildFailed as soon as a child ends by itself."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(tree.watch())
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(tree.watch())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
@@ -192,25 +194,14 @@ async def _guarded(tree: ProcessTree, work: asyncio.Future[Result] | asyncio._Co
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _start_gateway(
-    tree: ProcessTree, session: aiohttp.ClientSession, strategy: str, engines: Sequence[Child], clock: Clock
-) -> Child:
-    """A gateway that knows all engines and finds them up."""
+async def _start_gateway(tree: ProcessTree, strategy: str, engines: Sequence[Child]) -> Child:
     backends = "".join(f'[[backends]]\nname = "{engine.name}"\nurl = "{engine.url}"\n' for engine in engines)
-    arguments = ("serve", "-c", "/dev/stdin", "--strategy", strategy)
-    gateway = await tree.start(f"gateway ({strategy})", arguments, (GATEWAY_CONFIG + backends).encode())
-    await gateway.wait_until_listening()
-    give_up = clock.now() + READY_TIMEOUT_S
-    while True:
-        async with session.get(f"{gateway.announced['admin']}/backends") as response:
-            known = orjson.loads(await response.read())["backends"]
-        # Up, and asked for the size of its cache: both come with the first checks.
-        if all(backend["serving"] and backend["report"] for backend in known):
-            return gateway
-        if clock.now() > give_up:
-            waited_for = [backend["name"] for backend in known if not backend["serving"]]
-            raise DemoFailed(f"{gateway.name} does not find {', '.join(waited_for)} up:\n{gateway.last_words}")
-        await asyncio.sleep(POLL_S)
+    return await tree.start(
+        f"gateway ({strategy})",
+        ("serve", "-c", "/dev/stdin", "--strategy", strategy),
+        stdin=(GATEWAY_CONFIG + backends).encode(),
+        announces=("listening", "admin"),
+    )
 
 
 async def _empty(session: aiohttp.ClientSession, engine: Child) -> None:
@@ -221,49 +212,73 @@ async def _empty(session: aiohttp.ClientSession, engine: Child) -> None:
             raise DemoFailed(f"{engine.name} does not restart cold: status {response.status}")
 
 
-async def _measure(
-    session: aiohttp.ClientSession,
-    strategy: str,
-    gateway: Child,
-    engines: Sequence[Child],
-    plan: Plan,
-    view: View,
-    clock: Clock,
-) -> Result:
-    tally = Tally()
-    view.begin()
-    started = clock.now()
-    load = asyncio.create_task(hold_conversations(plan, gateway.url, MODEL, clock, tally))
-    try:
-        while not load.done():
-            await asyncio.wait((load,), timeout=FRAME_S)
-            cached = tally.cached_tokens / tally.prompt_tokens if tally.prompt_tokens else 0.0
-            view.progress(strategy, tally.done, plan.requests, clock.now() - started, cached)
-        load.result()
-    finally:
-        load.cancel()
-        await asyncio.gather(load, return_exceptions=True)
-    took_s = clock.now() - started
-    counts = await asyncio.gather(*(_counters(session, engine) for engine in engines))
-    result = Result(
-        strategy,
-        queried_tokens=tuple(count["vllm:prefix_cache_queries_total"] for count in counts),
-        hit_tokens=tuple(count["vllm:prefix_cache_hits_total"] for count in counts),
-        ttfts_s=tuple(tally.ttfts),
-        errors=tally.failed,
-        took_s=took_s,
-    )
-    spread = "/".join(str(tally.by_backend[engine.name]) for engine in engines)
-    view.say(f"{strategy:<12}{tally.answered} answers in {took_s:.1f} s, by engine {spread}")
-    for what, times in tally.errors.most_common():
-        view.say(f"{'':<12}{times} times: {what}")
-    return result
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One strategy: its gateway has been started, its engines are cold."""
+
+    session: aiohttp.ClientSession
+    strategy: str
+    gateway: Child
+    engines: Sequence[Child]
+    plan: Plan
+    view: View
+    clock: Clock
+
+    async def run(self) -> Result:
+        """ChildFailed or DemoFailed if the gateway does not get ready; failed requests are counted."""
+        await self._wait_until_ready()
+        tally = Tally()
+        took_s = await self._load(tally)
+        counts = await asyncio.gather(*(_counters(self.session, engine) for engine in self.engines))
+        spread = "/".join(str(tally.by_backend[engine.name]) for engine in self.engines)
+        self.view.say(f"{self.strategy:<12}{tally.answered} answers in {took_s:.1f} s, by engine {spread}")
+        for what, times in tally.errors.most_common():
+            self.view.say(f"{'':<12}{times} times: {what}")
+        return Result(
+            self.strategy,
+            queried_tokens=tuple(count[QUERIES] for count in counts),
+            hit_tokens=tuple(count[HITS] for count in counts),
+            ttfts_s=tuple(tally.ttfts),
+            errors=tally.failed,
+            took_s=took_s,
+        )
+
+    async def _wait_until_ready(self) -> None:
+        await self.gateway.wait_until_listening()
+        give_up = self.clock.now() + READY_TIMEOUT_S
+        while True:
+            async with self.session.get(f"{self.gateway.announced['admin']}/backends") as response:
+                known = orjson.loads(await response.read())["backends"]
+            # Up, and asked for the size of its cache: both come with the first checks.
+            missing = [backend["name"] for backend in known if not (backend["serving"] and backend["report"])]
+            if not missing:
+                return
+            if self.clock.now() > give_up:
+                raise DemoFailed(
+                    f"{self.gateway.name} does not find {', '.join(missing)} up:\n{self.gateway.last_words}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _load(self, tally: Tally) -> float:
+        """Hold all conversations, showing how far they are; seconds that it took."""
+        self.view.begin()
+        started = self.clock.now()
+        load = asyncio.create_task(hold_conversations(self.plan, self.gateway.url, MODEL, self.clock, tally))
+        try:
+            while not load.done():
+                await asyncio.wait((load,), timeout=FRAME_S)
+                elapsed_s = self.clock.now() - started
+                self.view.progress(self.strategy, tally.done, self.plan.requests, elapsed_s, tally.cached_share)
+            load.result()
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+        return self.clock.now() - started
 
 
 async def _counters(session: aiohttp.ClientSession, engine: Child) -> dict[str, int]:
     """The engine's prefix cache counters, in tokens."""
-    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-    sums = dict.fromkeys(names, 0)
+    sums = {QUERIES: 0, HITS: 0}
     async with session.get(f"{engine.url}/metrics") as response:
         for line in (await response.text()).splitlines():
             name = line.partition("{")[0]

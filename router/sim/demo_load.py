@@ -24,8 +24,8 @@ SYSTEM_PROMPTS: Final = 6
 SYSTEM_TOKENS: Final = (160, 320)  # least and most, here and below
 MESSAGE_TOKENS: Final = (200, 600)  # a question with the passage that it is about
 ANSWER_TOKENS: Final = (8, 20)
-THINK_S: Final = (0.15, 0.35)  # people take longer: the demo is a chat in quick motion
-STARTS_PER_S: Final = 13.0
+THINK_S: Final = (0.1, 0.3)  # people take longer: the demo is a chat in quick motion
+STARTS_PER_S: Final = 12.0
 TEMPLATE_TOKENS: Final = 12  # what the chat template adds to a message and its answer
 REQUEST_TIMEOUT_S: Final = 30.0
 MAX_EVENT_BYTES: Final = 1 << 20
@@ -121,6 +121,11 @@ class Tally:
     by_backend: Counter[str] = field(default_factory=Counter)
 
     @property
+    def cached_share(self) -> float:
+        """Of the prompt tokens of the answers so far, by their usage."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
     def failed(self) -> int:
         return self.errors.total()
 
@@ -170,9 +175,7 @@ async def _hold(
         due = clock.now()
 
 
-async def _ask(
-    session: aiohttp.ClientSession, name: str, body: bytes, clock: Clock, due: float, tally: Tally
-) -> str:
+async def _ask(session: aiohttp.ClientSession, name: str, body: bytes, clock: Clock, due: float, tally: Tally) -> str:
     """One streamed request; its answer's text."""
     headers = {"content-type": "application/json", "x-session-id": name}
     async with session.post(

@@ -14,14 +14,12 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Self
 
 PR_SET_PDEATHSIG: Final = 1
 START_TIMEOUT_S: Final = 30.0
 STOP_TIMEOUT_S: Final = 3.0
 KEPT_LINES: Final = 20
-LISTENING: Final = "listening on "
 
 
 class ChildFailed(Exception):
@@ -39,10 +37,12 @@ def _die_with(parent: int) -> None:
 
 
 class Child:
-    """One `kvgate` process. `announced` has what it printed at its start: "listening", "admin" -> URL."""
+    """One `kvgate` process. `announced` has what it printed at its start: "listening", "admin" -> URL; it is ready when
+    all of `announces` are there."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, announces: frozenset[str]) -> None:
         self.name = name
+        self._announces = announces
         self.announced: dict[str, str] = {}
         self._process = process
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -92,19 +92,14 @@ class Child:
             line = raw.decode(errors="replace").rstrip()
             self._lines.append(line)
             word, on, url = line.partition(" on ")
-            if on and url.startswith("http://") and not self._ready.is_set():
+            if on and word in self._announces and not self._ready.is_set():
                 self.announced[word] = url
-            # The gateway names its admin port after its data port.
-            if self._complete():
-                self._ready.set()
-
-    def _complete(self) -> bool:
-        wanted = {"listening", "admin"} if self.name.startswith("gateway") else {"listening"}
-        return wanted <= self.announced.keys()
+                if self._announces <= self.announced.keys():
+                    self._ready.set()
 
 
 class ProcessTree:
-    """All children. Leaving it ends them, the last one started first."""
+    """All children. Leaving it ends them, whatever the reason."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
@@ -112,14 +107,17 @@ class ProcessTree:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for child in reversed(self._children):
-            child.signal(signal.SIGTERM)
-        await asyncio.gather(*(child.stop() for child in self._children))
-        self._children.clear()
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            await asyncio.gather(*(child.stop() for child in self._children))
+        finally:  # also when told a second time to stop
+            for child in self._children:
+                child.signal(signal.SIGKILL)
 
-    async def start(self, name: str, arguments: Sequence[str], stdin: bytes = b"") -> Child:
-        """`kvgate ARGUMENTS`; it may read `stdin` as the file /dev/stdin."""
+    async def start(
+        self, name: str, arguments: Sequence[str], *, stdin: bytes = b"", announces: Sequence[str] = ("listening",)
+    ) -> Child:
+        """`kvgate ARGUMENTS`; it may read `stdin` as the file /dev/stdin. OSError if it cannot be started."""
         parent = os.getpid()
         file = os.memfd_create(name)
         try:
@@ -138,7 +136,7 @@ class ProcessTree:
             )
         finally:
             os.close(file)
-        child = Child(name, process)
+        child = Child(name, process, frozenset(announces))
         self._children.append(child)
         return child
 
