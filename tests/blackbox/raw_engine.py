@@ -45,8 +45,11 @@ class Received:
         self.next_request()
 
     def next_request(self) -> None:
-        """Let the engine read on."""
-        self._engine.read_on(self.connection, self.rest)
+        """Let the engine read on, or close, as it was made."""
+        if self._engine.keep_alive:
+            self._engine.read_on(self.connection, self.rest)
+        else:
+            self.connection.close()
 
     def close(self) -> None:
         self.connection.close()
@@ -72,8 +75,12 @@ class Received:
 
 
 class RawEngine:
-    def __init__(self, *, models: tuple[str, ...] = (MODEL,)) -> None:
+    """Without `keep_alive` it closes each connection after its answer: none is ever used again, so that a lost one is
+    always the loss of an attempt."""
+
+    def __init__(self, *, models: tuple[str, ...] = (MODEL,), keep_alive: bool = True) -> None:
         self.models = models
+        self.keep_alive = keep_alive
         self.alive = True  # what /health says
         self._requests: queue.Queue[Received] = queue.Queue()
         self._sockets: list[socket.socket] = []
@@ -153,8 +160,8 @@ class RawEngine:
 
 
 @contextmanager
-def raw_engine(*, models: tuple[str, ...] = (MODEL,)) -> Iterator[RawEngine]:
-    engine = RawEngine(models=models)
+def raw_engine(*, models: tuple[str, ...] = (MODEL,), keep_alive: bool = True) -> Iterator[RawEngine]:
+    engine = RawEngine(models=models, keep_alive=keep_alive)
     try:
         yield engine
     finally:

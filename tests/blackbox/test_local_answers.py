@@ -1,4 +1,4 @@
-"""What the gateway answers by itself: its own paths on both ports, and every refusal with its status, code and headers."""
+"""What the gateway answers by itself: its own paths on both ports, and refusals with status, code and headers."""
 
 from __future__ import annotations
 
