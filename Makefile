@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 NATIVE := $(wildcard native/*.pyx native/*.pxd native/*.h)
-BUILD_INPUTS := pyproject.toml setup.py $(NATIVE)
+COMPILED := $(wildcard router/errors.py router/metrics.py $(addsuffix /*.py,$(addprefix router/,\
+	backends wire net learning strategies proxy)))
+BUILD_INPUTS := pyproject.toml setup.py $(NATIVE) $(COMPILED)
 
 # One stamp per level: what runs, what tests need, what checks need. Each is remade when what it was made of changes.
 INSTALLED := $(VENV)/.installed
@@ -39,7 +41,7 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .ruff_cache
-	rm -f native/*.so native/*.c native/*.cpp native/*.html
+	rm -f router/*.so router/*/*.so native/*.so native/*.c native/*.cpp native/*.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -49,7 +51,7 @@ $(VENV)/.created:
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	touch $@
 
-# The editable install compiles native/*.pyx in place.
+# The editable install compiles native/*.pyx and the request path in place.
 $(INSTALLED): $(VENV)/.created $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@

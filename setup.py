@@ -9,6 +9,7 @@ Sanitizer flags come through CFLAGS and LDFLAGS (see .ci/sanitize).
 """
 
 import os
+import tomllib
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -20,32 +21,12 @@ CHECKED = DEBUG or COVERAGE
 PURE = CHECKED or os.environ.get("KVGATE_PURE") == "1"
 
 # Compiled as one group, so that calls between them are C calls. Plain typed Python: each runs from its source too.
-REQUEST_PATH = [
-    "router/errors.py",
-    "router/metrics.py",
-    "router/backends/backend.py",
-    "router/backends/ejection.py",
-    "router/backends/in_flight.py",
-    "router/backends/registry.py",
-    "router/wire/http_head.py",
-    "router/wire/openai_request.py",
-    "router/wire/paths.py",
-    "router/wire/usage.py",
-    "router/net/downstream.py",
-    "router/net/exchange_api.py",
-    "router/net/upstream.py",
-    "router/net/upstream_pool.py",
-    *sorted(str(path) for path in Path("router/learning").glob("[!_]*.py")),
-    "router/strategies/prefix_affinity.py",
-    "router/strategies/strategy.py",
-    "router/proxy/admission.py",
-    "router/proxy/attempt.py",
-    "router/proxy/exchange.py",
-    "router/proxy/intake.py",
-    "router/proxy/phases.py",
-    "router/proxy/retry.py",
-    "router/proxy/services.py",
-]
+with open("pyproject.toml", "rb") as file:
+    REQUEST_PATH = [
+        str(path)
+        for pattern in tomllib.load(file)["tool"]["kvgate"]["request-path"]
+        for path in sorted(Path().glob(pattern))
+    ]
 
 compile_args = ["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
 warnings = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]

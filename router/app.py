@@ -20,6 +20,7 @@ from router.backends.backend import Backend, EngineReport
 from router.backends.ejection import SILENT, Ejector
 from router.backends.health import HealthMonitor, poll_session
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
+from router.build_info import request_path_compiled
 from router.clock import SystemClock
 from router.config import Config
 from router.index.prefix_index import PrefixTree
@@ -69,7 +70,9 @@ class Gateway:
         self.access_log = (
             AccessLog(self.metrics, sys.stdout.fileno(), config.log.format == "json") if config.log.access else None
         )
-        exporter = Exporter(self.metrics, self._snapshot, __version__, "cython")
+        exporter = Exporter(
+            self.metrics, self._snapshot, __version__, "compiled" if request_path_compiled() else "interpreted"
+        )
         self.services = Services(
             clock=clock,
             settings=_exchange_settings(config),

@@ -20,7 +20,14 @@ def lines() -> Iterator[str]:
         yield f"native {file.name} ({', '.join(build_traits(file.read_bytes())) or 'compiler unknown'})"
     if not modules:
         yield "native missing: build it with `pip install .` (needs a C compiler and Python's headers)"
+    yield f"request path {'compiled' if request_path_compiled() else 'interpreted: slower, see KVGATE_PURE in setup.py'}"
     yield f"python {platform.python_version()} ({platform.python_implementation()}, {platform.machine()})"
+
+
+def request_path_compiled() -> bool:
+    """Whether the modules that run for every request were compiled (pyproject.toml, request-path)."""
+    spec = importlib.util.find_spec("router.proxy.exchange")
+    return spec is not None and spec.origin is not None and spec.origin.endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def build_traits(binary: bytes) -> list[str]:

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import os
+import tomllib
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from tests.rules.source_tree import ROOT, imports, parsed, python_files
 
 SOURCES = sorted((ROOT / "native").glob("*.pyx"))
+PATTERNS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvgate"]["request-path"]
+REQUEST_PATH = [source for pattern in PATTERNS for source in sorted(ROOT.glob(pattern))]
 
 
 def test_there_are_native_modules():
@@ -22,6 +26,20 @@ def test_every_native_source_is_compiled_and_loaded_from_this_tree(source):
     assert isinstance(module.__spec__.loader, ExtensionFileLoader)
     assert module.__file__.endswith(tuple(EXTENSION_SUFFIXES))
     assert Path(module.__file__).resolve().parent == (ROOT / "native").resolve()
+
+
+PURE = "1" in (os.environ.get("KVGATE_PURE"), os.environ.get("KVGATE_DEBUG"), os.environ.get("KVGATE_COVERAGE"))
+
+
+@pytest.mark.parametrize("source", REQUEST_PATH, ids=lambda source: str(source.relative_to(ROOT)))
+def test_the_request_path_runs_compiled_and_from_its_present_source(source):
+    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    module = importlib.import_module(name)
+    compiled = module.__file__.endswith(tuple(EXTENSION_SUFFIXES))
+    assert compiled is not PURE
+    if compiled:
+        shared = next(ROOT.glob("router/request_path__mypyc*.so"))
+        assert shared.stat().st_mtime >= source.stat().st_mtime, f"{source.name} was changed since it was compiled"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
