@@ -32,7 +32,8 @@ from router.proxy.admission import Admission
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
-from router.strategies.registry import Dependencies, build
+from router.strategies.registry import Dependencies
+from router.strategies.registry import build as build_strategy
 from router.wire.http_head import RequestHead
 
 logger = logging.getLogger("router")
@@ -50,7 +51,7 @@ class Gateway:
         self.metrics = Metrics()
         self.registry = Registry(clock)
         self.index = PrefixTree(config.index.memory_limit_bytes)
-        self.strategy = build(
+        self.strategy = build_strategy(
             config.routing.strategy,
             config.routing,
             Dependencies(
@@ -70,9 +71,8 @@ class Gateway:
         self.access_log = (
             AccessLog(self.metrics, sys.stdout.fileno(), config.log.format == "json") if config.log.access else None
         )
-        exporter = Exporter(
-            self.metrics, self._snapshot, __version__, "compiled" if request_path_compiled() else "interpreted"
-        )
+        build = "compiled" if request_path_compiled() else "interpreted"
+        exporter = Exporter(self.metrics, self._snapshot, __version__, build)
         self.services = Services(
             clock=clock,
             settings=_exchange_settings(config),

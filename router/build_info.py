@@ -20,7 +20,8 @@ def lines() -> Iterator[str]:
         yield f"native {file.name} ({', '.join(build_traits(file.read_bytes())) or 'compiler unknown'})"
     if not modules:
         yield "native missing: build it with `pip install .` (needs a C compiler and Python's headers)"
-    yield f"request path {'compiled' if request_path_compiled() else 'interpreted: slower, see KVGATE_PURE in setup.py'}"
+    path = "compiled" if request_path_compiled() else "interpreted: slower, see KVGATE_PURE in setup.py"
+    yield f"request path {path}"
     yield f"python {platform.python_version()} ({platform.python_implementation()}, {platform.machine()})"
 
 
