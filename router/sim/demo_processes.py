@@ -14,12 +14,14 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, Self
 
 PR_SET_PDEATHSIG: Final = 1
 START_TIMEOUT_S: Final = 30.0
 STOP_TIMEOUT_S: Final = 3.0
 KEPT_LINES: Final = 20
+SOURCE: Final = str(Path(__file__).parents[2])  # children run the code that runs here, whatever folder this is
 
 
 class ChildFailed(Exception):
@@ -119,15 +121,18 @@ class ProcessTree:
     ) -> Child:
         """`kvgate ARGUMENTS`; it may read `stdin` as the file /dev/stdin. OSError if it cannot be started."""
         parent = os.getpid()
+        path = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
         file = os.memfd_create(name)
         try:
             os.write(file, stdin)
             os.lseek(file, 0, os.SEEK_SET)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "router",
                 *arguments,
+                env=os.environ | {"PYTHONPATH": path},
                 stdin=file,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
