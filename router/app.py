@@ -182,7 +182,7 @@ class Gateway:
         limit = self._config.limits.max_connections
         connection = Downstream(self, self.services.clock, self._downstream_limits, self.connections)
         if limit and len(self.connections) >= limit:
-            self._loop.call_soon(connection.abort)
+            connection.abort()
         return connection
 
     def _on_fleet_event(self, event: FleetEvent) -> None:

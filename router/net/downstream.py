@@ -81,6 +81,9 @@ class Downstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._stage is _Stage.CLOSED:  # refused before it began
+            self._transport.abort()
+            return
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         peer = self._transport.get_extra_info("peername")
         if isinstance(peer, tuple):
