@@ -8,6 +8,9 @@ bounded buffer. As with vLLM, a half-close counts as leaving.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, cast
@@ -26,6 +29,7 @@ TIMER_STEP_S = 0.001  # the loop's timers are no finer
 LINGER_S = 2.0  # how long a refused client may still send before its connection is cut
 FLUSH_S = 30.0  # how long a closed connection may take to hand over its last bytes
 LINGER_LIMIT_BYTES = 16 * 1024 * 1024
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER for no time at all
 
 
 class _Stage(Enum):
@@ -286,11 +290,18 @@ class Downstream(asyncio.Protocol):
         self._close()
 
     def abort(self) -> None:
-        """End the connection at once, so that nobody takes what was sent for a whole answer."""
+        """Reset the connection at once, so that nobody takes what was sent for a whole answer."""
         self._exchange = None
         self._stage = _Stage.CLOSED
-        if self._transport is not None:
-            self._transport.abort()
+        if self._transport is None:
+            return
+        connection = self._transport.get_extra_info("socket")
+        if connection is not None:
+            # A transport's abort() alone ends it in order once all bytes are with the kernel: a body that ends with
+            # its connection would then have had its end.
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        self._transport.abort()
 
     def drain(self) -> None:
         """No further request on this connection: close it now if it is idle, else after its answer."""
