@@ -104,6 +104,29 @@ class Traffic:
         self._added = 0
 
     def run(self, exchanges: int) -> None:
+        end = self._schedule(exchanges)
+        self.world.run(end + 1.0)
+        self.world.clock.call_later(0.0, self._heal)
+        self.world.run(40.0)
+        self._rest()
+
+    def run_into_a_drain(self, exchanges: int, drain_s: float) -> None:
+        """In mid-traffic the gateway drains, as app.py does it, and ends what is open after `drain_s`."""
+        world = self.world
+        world.run(self._schedule(exchanges) / 2)
+        world.services.draining = True
+        begun = world.begun
+        for connection in list(world.connections):
+            connection.drain()
+        world.run(drain_s)
+        assert world.begun - begun <= len(world.clients), "at most what a connection had begun to send"
+        while world.services.exchanges:
+            next(iter(world.services.exchanges)).on_shutdown()
+        world.check()
+        self._rest()
+
+    def _schedule(self, exchanges: int) -> float:
+        """Clients, faults and health checks for all of the run. Returns the time of the last of them but the checks."""
         world, rng = self.world, self.rng
         start = at = 0.0
         planned = 0
@@ -118,11 +141,11 @@ class Traffic:
             world.clock.call_later(start, self._change_the_fleet)
         for second in range(int(end) + 30):
             world.clock.call_later(float(second), self._probe)
-        world.run(end + 1.0)
-        world.clock.call_later(0.0, self._heal)
-        world.run(40.0)
-        world.rest(60.0)
-        for client in world.clients:
+        return end
+
+    def _rest(self) -> None:
+        self.world.rest(90.0)
+        for client in self.world.clients:
             assert isinstance(client, RandomClient)
             client.verify()
             self.statuses.update(response.status for response in client.responses)
@@ -223,6 +246,8 @@ class Traffic:
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def _open_client(self, count: int) -> None:
+        if self.world.services.draining:
+            return  # nobody listens any more
         client = RandomClient(self, count)
         self.world.add_client(client)
         client.begin()
@@ -378,6 +403,7 @@ class RandomClient(Client):
     def __init__(self, traffic: Traffic, count: int) -> None:
         super().__init__()
         self.traffic = traffic
+        self.number = len(traffic.world.clients)
         self.test_ids: list[bytes] = []
         self.timers = Timers(traffic.world.clock)
         self.on_data = self._judge
@@ -450,7 +476,7 @@ class RandomClient(Client):
 
     def _make_request(self) -> bytes:
         rng = self.traffic.rng
-        test_id = b"t%d-%d" % (id(self) % 1_000_000, len(self.test_ids))
+        test_id = b"t%d-%d" % (self.number, len(self.test_ids))
         self.test_ids.append(test_id)
         lines = [b"x-test-id: " + test_id, b"content-type: application/json"]
         if rng.random() < 0.4:
