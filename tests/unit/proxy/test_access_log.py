@@ -1,0 +1,109 @@
+"""The access log: one line an exchange, whatever a client puts into it; and its reader may be slow or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from router.metrics import Metrics
+from router.proxy import access_log
+from router.proxy.access_log import AccessLine, AccessLog
+
+LINE = AccessLine(
+    client=b"10.0.0.1",
+    method=b"POST",
+    path=b"/v1/chat/completions",
+    status=200,
+    ended="upstream@done",
+    model="m",
+    backend="e0",
+    reason="prefix",
+    matched=128,
+    load=3,
+    attempts=1,
+    queue_s=0.0,
+    ttft_s=0.25,
+    total_s=1.5,
+    bytes_out=999,
+    id=b"abc",
+)
+UNSERVED = LINE._replace(status=499, ended="client@queued", backend="", reason="", matched=None, ttft_s=None, model="")
+
+
+def written(*lines: AccessLine, json_lines: bool) -> list[bytes]:
+    reading, writing = os.pipe()
+    log = AccessLog(Metrics(), writing, json_lines)
+    for line in lines:
+        log.write(line)
+    log.close()
+    os.close(writing)
+    with os.fdopen(reading, "rb") as out:
+        return out.read().splitlines()
+
+
+def test_a_text_line_tells_who_ended_what_where() -> None:
+    (line,) = written(LINE, json_lines=False)
+    words = line.decode().split(" ")
+    assert words[1] == "access"
+    fields = dict(word.split("=", 1) for word in words[2:])
+    assert fields["ended"] == "upstream@done"
+    assert (fields["status"], fields["backend"], fields["reason"], fields["matched"]) == ("200", "e0", "prefix", "128")
+    assert (fields["load"], fields["attempts"], fields["ttft_s"], fields["id"]) == ("3", "1", "0.2500", "abc")
+
+
+def test_a_json_line_tells_the_same() -> None:
+    (line,) = written(LINE, json_lines=True)
+    fields = json.loads(line)
+    assert fields["kind"] == "access"
+    for name, value in LINE._asdict().items():
+        assert fields[name] == (value.decode() if isinstance(value, bytes) else value)
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_what_is_not_known_is_left_out(json_lines: bool) -> None:
+    (line,) = written(UNSERVED, json_lines=json_lines)
+    assert b"client@queued" in line
+    for name in (b"backend", b"reason", b"matched", b"ttft_s", b"model"):
+        assert name not in line
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+@pytest.mark.parametrize("text", [b"/a\nstatus=200", b"/a b=c", b"/\x1b[2J", b"/\xff\xfe", b"/" + b"x" * 70_000])
+def test_no_client_breaks_a_line_adds_a_field_or_makes_it_long(text: bytes, json_lines: bool) -> None:
+    (line,) = written(LINE._replace(path=text, id=text), json_lines=json_lines)
+    assert len(line) < 1000
+    assert line.decode().isprintable()
+    if not json_lines:
+        assert line.count(b"=") == written(LINE, json_lines=False)[0].count(b"=") + 2 * text.count(b"=")
+        assert line.count(b" ") == written(LINE, json_lines=False)[0].count(b" ")
+
+
+def test_lines_come_in_order_and_none_is_lost_at_the_end() -> None:
+    lines = [LINE._replace(load=number) for number in range(500)]
+    assert [json.loads(line)["load"] for line in written(*lines, json_lines=True)] == list(range(500))
+
+
+def test_lines_over_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_log, "PENDING_LIMIT", 3)
+    metrics = Metrics()
+    reading, writing = os.pipe()
+    log = AccessLog(metrics, writing, True)
+    log.close()  # nobody takes lines away any more
+    for _ in range(5):
+        log.write(LINE)
+    assert metrics.access_lines_dropped == 2
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
+    metrics = Metrics()
+    reading, writing = os.pipe()
+    os.close(reading)
+    log = AccessLog(metrics, writing, True)
+    log.write(LINE)
+    log.close()
+    assert metrics.access_lines_dropped == 1
+    os.close(writing)
