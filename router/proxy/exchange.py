@@ -56,6 +56,7 @@ class Exchange:
         "_attempts",
         "_bytes_out",
         "_cancel_check",
+        "_choice",
         "_client_slow",
         "_dechunker",
         "_downstream",
@@ -95,6 +96,7 @@ class Exchange:
         self._request: RoutingRequest | None = None
         self._attempt: Attempt | None = None
         self._attempts = 0
+        self._choice: Choice | None = None  # the last one
         self._load = 0  # in flight on the chosen backend at the moment of the choice
         self._tried: list[Backend] = []
         self._failure: LastFailure | None = None
@@ -203,6 +205,7 @@ class Exchange:
         else:
             s.metrics.queue_time.observe(self._queued_s)
         self._attempts += 1
+        self._choice = choice
         self._load = backend.in_flight
         attempt = self._attempt = Attempt(choice, InFlight(backend))
         s.admission.taken()
@@ -696,13 +699,13 @@ class Exchange:
             self._enter(Phase.DONE)
         total_s = s.clock.now() - self._started_at
         code = self._status or 499
-        served_by = self._served_by
-        backend = served_by.backend.name if served_by is not None else ""
-        s.metrics.requests[self.pool.model, backend, code] += 1
+        answered_by = self._served_by.backend.name if self._served_by is not None else ""
+        s.metrics.requests[self.pool.model, answered_by, code] += 1
         s.metrics.ended[ended_by, phase] += 1
         if self._first_byte_at is not None:
             s.metrics.e2e.observe(total_s)
         head = self._head
+        choice = self._served_by or self._choice
         if s.access_log is not None:
             s.access_log.write(
                 AccessLine(
@@ -712,9 +715,9 @@ class Exchange:
                     code,
                     f"{ended_by}@{phase}",
                     self.pool.model,
-                    backend,
-                    served_by.reason if served_by is not None else "",
-                    served_by.matched_tokens if served_by is not None else None,
+                    choice.backend.name if choice is not None else "",
+                    choice.reason if choice is not None else "",
+                    choice.matched_tokens if choice is not None else None,
                     self._load,
                     self._attempts,
                     self._queued_s,

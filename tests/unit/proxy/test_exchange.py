@@ -1262,6 +1262,17 @@ def test_one_access_line_tells_who_ended_it_where_and_holds_no_client_text() -> 
     world.rest()
 
 
+def test_the_access_line_of_a_client_that_left_names_the_backend_that_it_waited_for() -> None:
+    world = world_of(silent)
+    client = ask(world, seconds=0.1)
+    client.abort()
+    world.run(0.1)
+    (line,) = world.access_lines
+    assert (line["ended"], line["backend"]) == ("client@await_head", "e0")
+    assert world.metrics.requests["m", "", 499] == 1  # nobody answered
+    world.rest()
+
+
 def test_a_lie_about_cached_tokens_is_not_counted() -> None:
     world = world_of(whole(200, b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":99}}}'))
     ask(world)
