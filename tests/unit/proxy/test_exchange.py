@@ -1268,7 +1268,7 @@ def test_the_access_line_of_a_client_that_left_names_the_backend_that_it_waited_
     client.abort()
     world.run(0.1)
     (line,) = world.access_lines
-    assert (line["ended"], line["backend"]) == ("client@await_head", "e0")
+    assert (line.ended, line.backend) == ("client@await_head", "e0")
     assert world.metrics.requests["m", "", 499] == 1  # nobody answered
     world.rest()
 
