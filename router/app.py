@@ -24,7 +24,8 @@ from router.build_info import request_path_compiled
 from router.clock import SystemClock
 from router.config import Config
 from router.index.prefix_index import PrefixTree
-from router.metrics import CONTENT_TYPE, BackendFigures, Exporter, Metrics, Snapshot
+from router.metrics import CONTENT_TYPE, Metrics
+from router.metrics_exporter import BackendFigures, Exporter, Snapshot
 from router.net.downstream import Downstream, DownstreamLimits
 from router.net.upstream_pool import TcpConnector, UpstreamPool
 from router.proxy.access_log import AccessLog

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric of router/metrics.py, with its type and labels, and no other."""
+"""docs/metrics.md has every metric of router/metrics_exporter.py, with its type and labels, and no other."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import BackendFigures, Exporter, Metrics, Snapshot
+from router.metrics import Metrics
+from router.metrics_exporter import BackendFigures, Exporter, Snapshot
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(kvgate_[a-z0-9_]+)` \| (counter|gauge|histogram) \| ([a-z, _]*)\|(.*)\|(.*)\|$", re.MULTILINE)
