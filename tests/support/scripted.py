@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.clock import Clock, TimerHandle
+from tests.support.transports import VirtualTransport
 
 ERROR_EVENT = b'\n\ndata: {"error":'
 
@@ -231,7 +232,7 @@ class EngineConnection(asyncio.Protocol):
     """The engine's end: reads requests strictly, hands each to `on_request(self, received)`."""
 
     def __init__(self, on_request: Callable[[EngineConnection, Received], None]) -> None:
-        self.transport: asyncio.Transport | None = None
+        self.transport: VirtualTransport | None = None
         self.received: list[Received] = []
         self.lost = False
         self.eof = False
@@ -241,7 +242,7 @@ class EngineConnection(asyncio.Protocol):
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(transport, VirtualTransport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -276,7 +277,7 @@ class EngineConnection(asyncio.Protocol):
 
     def reset(self) -> None:
         if self.transport is not None:
-            self.transport.abort()
+            self.transport.reset()
 
     def eof_received(self) -> bool:
         self.eof = True
@@ -327,7 +328,7 @@ class Client(asyncio.Protocol):
     """A client's end: sends what it is told, reads answers."""
 
     def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
+        self.transport: VirtualTransport | None = None
         self.methods: list[bytes] = []
         self.reader = ResponseReader(self.methods)
         self.lost = False
@@ -336,7 +337,7 @@ class Client(asyncio.Protocol):
         self.on_data: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(transport, VirtualTransport)
         self.transport = transport
 
     def send(self, raw: bytes, *methods: bytes) -> None:
@@ -375,7 +376,7 @@ class Client(asyncio.Protocol):
 
     def abort(self) -> None:
         assert self.transport is not None
-        self.transport.abort()
+        self.transport.reset()
 
     @property
     def responses(self) -> list[Response]:

@@ -2,12 +2,15 @@
 
 Bytes take time. What the receiver does not read fills a window, then the sender's buffer, then pauses the sender.
 A close flushes, then sends FIN; a close with unread bytes, and bytes for an end that is closed, answer with RST; a RST
-takes what was not read yet with it. An end that does not read notices neither FIN nor RST until it reads or writes.
+takes what was not read yet with it. abort() sends a FIN too, unless SO_LINGER asks for a RST (as under asyncio and
+uvloop). An end that does not read notices neither FIN nor RST until it reads or writes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -44,13 +47,14 @@ class VirtualTransport(asyncio.Transport):
     """One end of a link."""
 
     def __init__(self, network: Network, protocol: asyncio.Protocol, peername: tuple[str, int]) -> None:
-        super().__init__({"peername": peername})
+        super().__init__({"peername": peername, "socket": self})
         self.network = network
         self.protocol = protocol
         self.peer: VirtualTransport
         self.written_final_bytes = 0  # all but 100 Continue
         self.on_write: Callable[[bytes], None] | None = None
         self.aborted = False
+        self.resets = False  # SO_LINGER
         self.eof_written = False
         self.lost = False
         # outgoing
@@ -68,6 +72,13 @@ class VirtualTransport(asyncio.Transport):
         self._reading = True
         self._closing = False
         self._delivery_due = False
+
+    # -- the socket ---------------------------------------------------------------------------------------------------
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        if level == socket.SOL_SOCKET and option == socket.SO_LINGER:
+            on, seconds = struct.unpack("ii", value)
+            self.resets = bool(on) and seconds == 0
 
     # -- what protocols call ------------------------------------------------------------------------------------------
 
@@ -118,8 +129,17 @@ class VirtualTransport(asyncio.Transport):
         self.aborted = True
         self._closing = True
         self._out.clear()
-        self._send_reset()
+        if self.resets or self._unread or self._delivery_due:
+            self._send_reset()
+        elif not self._fin_sent:  # to the peer it looks like close()
+            self._fin_sent = True
+            self.network.clock.call_later(self.network.latency_s, self.peer._fin_arrives)
         self._later(self._lose, None)
+
+    def reset(self) -> None:
+        """For scripts: abort() with a RST."""
+        self.resets = True
+        self.abort()
 
     def is_closing(self) -> bool:
         return self._closing
