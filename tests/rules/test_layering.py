@@ -8,7 +8,7 @@ from tests.rules.source_tree import ROOT, imports, module_name, python_files
 
 STEPS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "metrics", "build_info"),
-    ("config",),
+    ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
     ("index", "net", "learning"),
