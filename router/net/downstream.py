@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from native.body_framing import BadFraming, BodyFramer, Framing
 from router.clock import Clock, TimerHandle
@@ -41,6 +41,18 @@ class _Stage(Enum):
     CLOSED = auto()
 
 
+# Names of this module: a Final costs nothing to look up, a member of an Enum does.
+_HEAD: Final = _Stage.HEAD
+_BODY: Final = _Stage.BODY
+_BUSY: Final = _Stage.BUSY
+_TUNNEL: Final = _Stage.TUNNEL
+_LINGER: Final = _Stage.LINGER
+_CLOSED: Final = _Stage.CLOSED
+_NONE: Final = Framing.NONE
+_LENGTH: Final = Framing.LENGTH
+_CHUNKED: Final = Framing.CHUNKED
+
+
 @dataclass(frozen=True, slots=True)
 class DownstreamLimits:
     max_header_bytes: int
@@ -62,7 +74,7 @@ class Downstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.peer = b"unknown"
         # the request being read
-        self._stage = _Stage.HEAD
+        self._stage: _Stage = _HEAD
         self._buffer = b""
         self._scanned = 0  # bytes of the buffer known to hold no end of a head
         self._head: RequestHead | None = None
@@ -85,7 +97,7 @@ class Downstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self._stage is _Stage.CLOSED:  # refused before it began
+        if self._stage is _CLOSED:  # refused before it began
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
@@ -97,21 +109,21 @@ class Downstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         stage = self._stage
-        if stage is _Stage.HEAD:
+        if stage is _HEAD:
             self._buffer = self._buffer + data if self._buffer else data
             if self._writing_paused:
                 self._bound_pipeline()
             else:
                 self._read_head()
-        elif stage is _Stage.BODY:
+        elif stage is _BODY:
             self._read_body(data)
-        elif stage is _Stage.BUSY:
+        elif stage is _BUSY:
             self._buffer += data
             self._bound_pipeline()
-        elif stage is _Stage.TUNNEL:
+        elif stage is _TUNNEL:
             assert self._exchange is not None
             self._exchange.on_tunnel_data(data)
-        elif stage is _Stage.LINGER:
+        elif stage is _LINGER:
             self._lingered_bytes += len(data)
             if self._lingered_bytes > LINGER_LIMIT_BYTES:
                 self.abort()
@@ -142,7 +154,7 @@ class Downstream(asyncio.Protocol):
         self._writing_paused = False
         if self._exchange is not None:
             self._exchange.on_client_ready()
-        elif self._stage is _Stage.HEAD:
+        elif self._stage is _HEAD:
             self._next_request_soon()
 
     # -- reading a request --------------------------------------------------------------------------------------------
@@ -175,10 +187,10 @@ class Downstream(asyncio.Protocol):
             return
         self._head = head
         exchange = self._exchange = self._factory.open_exchange(self, head)
-        if head.framing is Framing.NONE or (head.framing is Framing.LENGTH and head.content_length == 0):
+        if head.framing is _NONE or (head.framing is _LENGTH and head.content_length == 0):
             self._hand_over(exchange, b"")
             return
-        if head.framing is Framing.LENGTH and head.content_length > self._limits.max_body_bytes:
+        if head.framing is _LENGTH and head.content_length > self._limits.max_body_bytes:
             exchange.on_refused(self._too_large())
             return
         if head.expect is not None:
@@ -187,10 +199,10 @@ class Downstream(asyncio.Protocol):
                 return
             if not self._buffer and not head.http_1_0:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._stage = _Stage.BODY
+        self._stage = _BODY
         self._body_bytes = 0
-        if head.framing is Framing.CHUNKED:
-            self._framer = BodyFramer(Framing.CHUNKED)
+        if head.framing is _CHUNKED:
+            self._framer = BodyFramer(_CHUNKED)
         if not self._buffer:
             self.set_deadline(self._limits.client_body_s)
         else:
@@ -235,7 +247,7 @@ class Downstream(asyncio.Protocol):
         self._hand_over(exchange, data)
 
     def _hand_over(self, exchange: DownstreamEvents, body: bytes) -> None:
-        self._stage = _Stage.BUSY
+        self._stage = _BUSY
         self.deadline = None
         self._bound_pipeline()
         exchange.on_request(body)
@@ -256,24 +268,24 @@ class Downstream(asyncio.Protocol):
 
     def exchange_done(self, keep_alive: bool) -> None:
         """The answer is written whole. Without `keep_alive` the connection closes once it is flushed."""
-        request_read = self._stage in (_Stage.BUSY, _Stage.TUNNEL)
+        request_read = self._stage in (_BUSY, _TUNNEL)
         self._exchange = None
         self._head = None
-        if self._stage is _Stage.CLOSED or self._transport is None:
+        if self._stage is _CLOSED or self._transport is None:
             return
         if not request_read:
             self._linger()
         elif not keep_alive or self._draining:
             self._close()
         else:
-            self._stage = _Stage.HEAD
+            self._stage = _HEAD
             self.set_deadline(self._limits.client_keepalive_s)
             if not self._writing_paused:  # else: no further answers for one who does not read those it has
                 self._next_request_soon()
 
     def start_tunnel(self) -> bytes:
         """From now on bytes pass unread. Returns those that came early."""
-        self._stage = _Stage.TUNNEL
+        self._stage = _TUNNEL
         early, self._buffer = self._buffer, b""
         self._resume_reading()
         return early
@@ -292,7 +304,7 @@ class Downstream(asyncio.Protocol):
     def abort(self) -> None:
         """Reset the connection at once, so that nobody takes what was sent for a whole answer."""
         self._exchange = None
-        self._stage = _Stage.CLOSED
+        self._stage = _CLOSED
         if self._transport is None:
             return
         connection = self._transport.get_extra_info("socket")
@@ -306,7 +318,7 @@ class Downstream(asyncio.Protocol):
     def drain(self) -> None:
         """No further request on this connection: close it now if it is idle, else after its answer."""
         self._draining = True
-        if self._stage is _Stage.HEAD and not self._buffer:
+        if self._stage is _HEAD and not self._buffer:
             self._close()
 
     # -- helpers of the above -----------------------------------------------------------------------------------------
@@ -318,7 +330,7 @@ class Downstream(asyncio.Protocol):
             self._clock.call_later(0.0, self._next_request)
 
     def _next_request(self) -> None:
-        if self._stage is _Stage.HEAD and self._transport is not None and self._buffer and not self._writing_paused:
+        if self._stage is _HEAD and self._transport is not None and self._buffer and not self._writing_paused:
             self._read_head()
 
     def _bound_pipeline(self) -> None:
@@ -328,7 +340,7 @@ class Downstream(asyncio.Protocol):
     def _leave(self) -> None:
         """The client is gone: whatever is under way has nobody to answer to."""
         exchange, self._exchange = self._exchange, None
-        self._stage = _Stage.CLOSED
+        self._stage = _CLOSED
         self.deadline = None
         self._buffer = b""
         self._pieces = []
@@ -337,14 +349,14 @@ class Downstream(asyncio.Protocol):
             exchange.on_client_gone()
 
     def _close(self) -> None:
-        self._stage = _Stage.CLOSED
+        self._stage = _CLOSED
         if self._transport is not None:
             self._transport.close()
             self.set_deadline(FLUSH_S)
 
     def _linger(self) -> None:
         """Closing with unread bytes would reset the connection and may take the answer with it: read on a little."""
-        self._stage = _Stage.LINGER
+        self._stage = _LINGER
         self._buffer = b""
         self._pieces = []
         self._chunked_body = bytearray()
@@ -385,14 +397,14 @@ class Downstream(asyncio.Protocol):
             self._timer_at = deadline
             return
         self.deadline = None
-        if self._stage is _Stage.HEAD and (self._writing_paused or not self._buffer):
+        if self._stage is _HEAD and (self._writing_paused or not self._buffer):
             self._close()
-        elif self._stage in (_Stage.BUSY, _Stage.TUNNEL):
+        elif self._stage in (_BUSY, _TUNNEL):
             if self._exchange is not None:
                 self._exchange.on_deadline()
-        elif self._stage is _Stage.HEAD:
+        elif self._stage is _HEAD:
             self._refuse_head(_too_slow("head"))
-        elif self._stage is _Stage.BODY:
+        elif self._stage is _BODY:
             assert self._exchange is not None
             self._exchange.on_refused(_too_slow("body"))
         else:

@@ -9,6 +9,7 @@ sends it at acceptance, before queueing and prefill. Every phase may end in DONE
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 
 class Phase(StrEnum):
@@ -32,7 +33,7 @@ class EndedBy(StrEnum):
     GATEWAY = "gateway"
 
 
-MOVES: dict[Phase, frozenset[Phase]] = {
+MOVES: Final[dict[Phase, frozenset[Phase]]] = {
     Phase.READ_HEAD: frozenset((Phase.READ_BODY, Phase.DONE)),
     Phase.READ_BODY: frozenset((Phase.QUEUED, Phase.DONE)),
     # straight to SENDING on an idle connection

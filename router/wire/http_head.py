@@ -10,7 +10,7 @@ What is hop-by-hop (RFC 9110 section 7.6.1) ends here, in both directions. All o
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 import httptools
 
@@ -20,7 +20,10 @@ from router.errors import RouterError, bad_request
 
 HEAD_END = b"\r\n\r\n"
 
-_NONE, _LENGTH, _CHUNKED, _UNTIL_CLOSE = Framing.NONE, Framing.LENGTH, Framing.CHUNKED, Framing.UNTIL_CLOSE
+_NONE: Final = Framing.NONE
+_LENGTH: Final = Framing.LENGTH
+_CHUNKED: Final = Framing.CHUNKED
+_UNTIL_CLOSE: Final = Framing.UNTIL_CLOSE
 _PLAIN_TEXT = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+")
 _COMMON_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te"))  # name no line that is not dropped anyway
