@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -52,6 +53,8 @@ class SimServer:
         self._server: asyncio.Server | None = None
         self._control: asyncio.Server | None = None
         self._port = config.port
+        self._held: socket.socket | None = None  # bound to the port while it refuses, so that nobody else gets it
+        self._opening_or_closing = asyncio.Lock()
         self._applying: asyncio.Task[None] | None = None  # the loop holds its tasks weakly
 
     async def start(self) -> int:
@@ -74,6 +77,7 @@ class SimServer:
             if server is not None:
                 server.close()
         self._server = self._control = None
+        self._release_port()
         self._inference.abort_all()
         self.observations.stop()
         for connection in list(self.connections):
@@ -104,21 +108,39 @@ class SimServer:
 
     async def apply_faults(self, spared: Exchange | None = None) -> None:
         """Close or open the port, restart cold; `spared` is the exchange that asked. OSError if the port is lost."""
+        async with self._opening_or_closing:  # a refusal that ends meanwhile would open it a second time
+            await self._apply_faults(spared)
+
+    async def _apply_faults(self, spared: Exchange | None) -> None:
         if self.faults.peek(FaultKind.COLD_RESTART):
             self.faults.set(FaultKind.COLD_RESTART, None)
             self.cold_restart(spared)
         refuse = self.faults.peek(FaultKind.REFUSE)
         if refuse is None and self._server is None and not self.draining:
             await self._listen()
+            self._release_port()
         elif refuse is not None and self._server is not None:
             server, self._server = self._server, None
-            server.close()
             for connection in list(self.connections):
                 if not connection.serves(spared):
                     connection.reset()
+            address, family = server.sockets[0].getsockname(), server.sockets[0].family
+            server.close()
             await asyncio.sleep(0)  # uvloop closes the listening socket in the next iteration
+            self._hold_port(family, address)
             if refuse is not True:
                 self.clock.call_later(float(refuse), self._accept_again)
+
+    def _hold_port(self, family: int, address: tuple[str, int]) -> None:
+        """Else the system may give it to any outgoing connection. Whoever connects is still refused."""
+        self._held = socket.socket(family)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(address)
+
+    def _release_port(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def _accept_again(self) -> None:
         self.faults.set(FaultKind.REFUSE, None)

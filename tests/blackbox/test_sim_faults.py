@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +212,19 @@ def test_refuse_and_accept_again(sim: SimProcess) -> None:
         assert not idle.closed()
         with pytest.raises(ConnectionRefusedError):
             sim.connect()
+    sim.fault("refuse", False)
+    assert works(sim)
+
+
+def test_nobody_else_gets_the_port_meanwhile(sim: SimProcess) -> None:
+    sim.fault("refuse")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((sim.host, sim.port))
+    for _ in range(3):
+        sim.fault("refuse", False)
+        sim.fault("refuse", 0.01)
+        sim.fault("status", 400, 1)  # while it opens again by itself
+        sim.fault("status", None)
     sim.fault("refuse", False)
     assert works(sim)
 
