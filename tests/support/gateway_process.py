@@ -161,7 +161,17 @@ class GatewayProcess:
             assert time.monotonic() < end, f"never: {what}"
 
     def until_metric(self, name: str, value: float, **labels: str) -> None:
-        self.until(lambda: self.metric(name, **labels) == value, f"kvgate_{name}{labels} == {value}")
+        seen = 0.0
+
+        def is_so() -> bool:
+            nonlocal seen
+            seen = self.metric(name, **labels)
+            return seen == value
+
+        try:
+            self.until(is_so, "")
+        except AssertionError:
+            raise AssertionError(f"kvgate_{name}{labels} is {seen}, not {value}") from None
 
     # -- what it holds
 
