@@ -319,6 +319,9 @@ async def _serve(config: Config) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    loop.add_signal_handler(
+        signal.SIGHUP, logger.warning, "SIGHUP: reloading is not built yet; the configuration stays as it is"
+    )
     port, admin_port = await gateway.start()
     print(f"listening on http://{_authority(config.server.host, port)}", flush=True)
     print(f"admin on http://{_authority(config.admin.host, admin_port)}", flush=True)

@@ -107,6 +107,14 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert gateway.access(stream)["ended"] == "gateway@streaming"
 
 
+def test_sighup_ends_nothing_and_says_that_it_reloads_nothing_yet() -> None:
+    with raw_engine() as engine, running_gateway([engine.url]) as gateway:
+        gateway.kill(signal.SIGHUP)
+        gateway.err.wait(lambda line: "SIGHUP" in line)
+        with gateway.send("GET", "/livez") as alive:
+            assert alive.read().status == 200
+
+
 def test_draining_ends_with_its_time() -> None:
     with raw_engine() as engine, running_gateway([engine.url], timeouts={"drain_s": 0.2}) as gateway:
         with gateway.send("POST", CHAT, BODY) as client:
