@@ -6,9 +6,11 @@ Lines hold names of the fleet, counts and times: no header, no query, no body.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 import orjson
@@ -18,6 +20,7 @@ from router.metrics import Metrics
 PENDING_LIMIT = 20_000  # lines; beyond it lines are dropped and counted
 BATCH_S = 0.05
 PATH_LIMIT, ID_LIMIT = 256, 128  # characters that a client can put into a line
+_PLAIN, _ODD = re.compile(rb"[!-~]*"), re.compile(rb"[^!-~]")
 
 
 class AccessLine(NamedTuple):
@@ -92,18 +95,21 @@ class AccessLog:
 
 
 def _text_line(at: float, line: AccessLine) -> bytes:
-    head = (
-        f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at))} access client={_text(line.client)}"
-        f" method={_text(line.method)} path={_text(line.path[:PATH_LIMIT])} status={line.status} ended={line.ended}"
-    )
+    served = ""
     if line.backend:
-        head += f" model={line.model} backend={line.backend} reason={line.reason} matched={line.matched}"
-    if line.ttft_s is not None:
-        head += f" ttft_s={line.ttft_s:.4f}"
+        served = f" model={line.model} backend={line.backend} reason={line.reason} matched={line.matched}"
+    ttft = f" ttft_s={line.ttft_s:.4f}" if line.ttft_s is not None else ""
     return (
-        f"{head} load={line.load} attempts={line.attempts} queue_s={line.queue_s:.4f} total_s={line.total_s:.4f}"
+        f"{_timestamp(int(at))} access client={_text(line.client)} method={_text(line.method)}"
+        f" path={_text(line.path[:PATH_LIMIT])} status={line.status} ended={line.ended}{served}{ttft}"
+        f" load={line.load} attempts={line.attempts} queue_s={line.queue_s:.4f} total_s={line.total_s:.4f}"
         f" bytes={line.bytes_out} id={_text(line.id[:ID_LIMIT])}\n"
     ).encode()
+
+
+@lru_cache(maxsize=4)
+def _timestamp(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(second))
 
 
 def _json_line(at: float, line: AccessLine) -> bytes:
@@ -116,9 +122,4 @@ def _json_line(at: float, line: AccessLine) -> bytes:
 
 def _text(value: bytes) -> str:
     """Printable without white space, so that no client breaks a line or adds a field."""
-    text = value.decode("ascii", "replace")
-    return (
-        text
-        if text.isprintable() and " " not in text
-        else "".join(c if c.isprintable() and c != " " else "?" for c in text)
-    )
+    return (value if _PLAIN.fullmatch(value) else _ODD.sub(b"?", value)).decode("ascii")
