@@ -18,7 +18,7 @@ import pytest
 from tests.support.sim_process import Connection, http_request
 
 DEADLINE_S = 60.0
-SMALL = ("--engines", "2", "--conversations", "6", "--turns", "3")
+SMALL = ("--conversations", "12", "--turns", "4")
 LONG = ("--engines", "2", "--conversations", "200", "--turns", "6", "--strategies", "roundrobin")
 UNDER_WAY = re.compile(r"[1-9]\d*/1200 turns")
 
@@ -115,18 +115,18 @@ def test_a_small_demo_ends_with_one_row_for_each_strategy():
         children = demo.children()
         shown = demo.read_all()
         assert demo.process.wait() == 0
-    assert "6 conversations of 3 turns over 6 system prompts (seed 1): 18 streamed requests." in shown
+    assert "12 conversations of 4 turns over 6 system prompts (seed 1): 48 streamed requests." in shown
     assert re.search(r"together: \d+% of the [\d,]+ tokens that are said", shown)
-    assert shown.count(" 18 answers in ") == len(strategies)
+    assert shown.count(" 48 answers in ") == len(strategies)
     found = rows(shown)
     assert list(found) == strategies
     for hits, p50, p99, imbalance, errors, took in found.values():
         assert 0.0 <= float(hits) < 100.0
         assert 0.0 < float(p50) <= float(p99)
-        assert 1.0 <= float(imbalance) <= 2.0
+        assert 1.0 <= float(imbalance) <= 4.0
         assert int(errors) == 0
         assert float(took) > 0.0
-    assert float(found["prefixaware"][0]) > float(found["roundrobin"][0])
+    assert float(found["prefixaware"][0]) > 1.5 * float(found["roundrobin"][0])  # 2.5 times on an idle machine
     assert len(children) >= 2
     assert all_gone(children)
 
@@ -186,7 +186,7 @@ def test_held_it_serves_until_it_is_told_to_stop():
             connection.send(http_request("POST", "/v1/chat/completions", body))
             response = connection.read()
         assert response.status == 200
-        assert response.headers["x-kvgate-backend"] in ("engine-0", "engine-1")
+        assert response.headers["x-kvgate-backend"] in ("engine-0", "engine-1", "engine-2", "engine-3")
         assert response.json()["usage"]["completion_tokens"] == 4
         children = demo.children()
         demo.process.send_signal(signal.SIGINT)
