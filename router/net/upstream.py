@@ -42,6 +42,7 @@ class Upstream(asyncio.Protocol):
         self._tunnel = False
         self._keep_alive = True
         self._lost = False
+        self._told_lost = False
 
     @property
     def reusable(self) -> bool:
@@ -94,12 +95,16 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
 
     def never_connected(self) -> None:
-        """No connection came of it: there will be no connection_lost."""
-        if self._transport is None and not self._lost:
-            self._lost = True
+        """No connection came of it, or one that was given up at the moment it was made: uvloop closes that one without
+        a connection_lost."""
+        self.discard()
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        """To the pool, once."""
+        if not self._told_lost:
+            self._told_lost = True
             self._released(self, False)
-        else:
-            self.discard()
 
     # -- the transport's calls ----------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Upstream(asyncio.Protocol):
         self._lost = True
         self._transport = None
         events, self._events = self._events, None
-        self._released(self, False)
+        self._tell_lost()
         if events is None:
             return
         framer = self.framer

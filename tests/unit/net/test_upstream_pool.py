@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from router.backends.backend import Backend
-from router.clock import VirtualClock
+from router.clock import SystemClock, VirtualClock
 from router.net.upstream import Upstream
 from router.net.upstream_pool import IDLE_LIMIT, TcpConnector, UpstreamPool, describe
 from tests.support.scripted import Client
@@ -235,3 +236,76 @@ def test_errors_are_described_in_words_for_clients() -> None:
     assert describe(ConnectionRefusedError(111, "x")) == "connection refused"
     assert describe(OSError(113, "No route to host")) == "no route to host"
     assert describe(ValueError("10.0.0.7")) == "ValueError"
+
+
+class _Told(asyncio.Protocol):
+    """Passes on what a connection is told; `made` is called right after connection_made."""
+
+    def __init__(self, upstream: asyncio.Protocol, made: Callable[[], object]) -> None:
+        self._upstream = upstream
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._upstream.connection_made(transport)
+        self._made()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._upstream.connection_lost(exc)
+
+
+class _LoopOfTold(asyncio.AbstractEventLoop):
+    """The two calls of a loop that a connector makes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, made: Callable[[], object]) -> None:
+        self._loop = loop
+        self._made = made
+
+    def create_task(self, coroutine: Any) -> Any:  # type: ignore[override]
+        return self._loop.create_task(coroutine)
+
+    async def create_connection(self, factory: Any, host: Any, port: Any) -> Any:  # type: ignore[override]
+        upstream = factory()
+        return await self._loop.create_connection(lambda: _Told(upstream, self._made), host, port)
+
+
+class _NoEvents:
+    def on_connected(self, upstream: Upstream) -> None:
+        raise AssertionError("it was cancelled")
+
+    def on_connect_failed(self, why: str) -> None:
+        raise AssertionError("it was cancelled")
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
+def test_a_connection_given_up_at_the_moment_it_is_made_is_counted_down(run: Callable[[Any], None]) -> None:
+    """uvloop closes it then, and never tells its protocol that it is lost; asyncio does."""
+
+    async def give_up() -> None:
+        loop = asyncio.get_running_loop()
+        pool = UpstreamPool(SystemClock(loop), keepalive_s=4.0, max_head_bytes=65536)
+        gone = loop.create_future()
+
+        class Engine(asyncio.Protocol):
+            def connection_lost(self, exc: Exception | None) -> None:
+                gone.set_result(None)
+
+        server = await loop.create_server(Engine, "127.0.0.1", 0)
+        try:
+            port = server.sockets[0].getsockname()[1]
+            backend = Backend(name="b", url="http://b:1", host="127.0.0.1", port=port)
+            attempts = []
+
+            def cancel() -> None:
+                attempts[0].cancel()
+
+            attempts.append(TcpConnector(_LoopOfTold(loop, cancel), pool).connect(backend, _NoEvents()))
+            assert pool.open == 1
+            await asyncio.wait_for(gone, 10)
+            for _ in range(10):  # whatever the loop still has to tell
+                await asyncio.sleep(0)
+            assert pool.open == 0
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    run(give_up())
