@@ -87,6 +87,33 @@ def test_a_request_passes_with_its_bytes_and_what_the_gateway_adds(gateway: Gate
     assert "x-kvgate-error" not in answer.headers
 
 
+def test_an_answer_without_date_gets_one_and_interim_answers_stay_between_us(
+    gateway: GatewayProcess, engine: RawEngine
+) -> None:
+    with gateway.send("POST", "/invocations", BODY) as client:
+        received = engine.take()
+        assert received.line == "POST /invocations HTTP/1.1"
+        received.send(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n")
+        received.answer(b"final")
+        answer = client.read()
+    assert answer.raw.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.raw.count(b"HTTP/1.1") == 1
+    assert answer.raw.lower().count(b"\r\ndate: ") == 1
+    assert answer.body == b"final"
+
+
+def test_a_body_is_read_however_slowly_it_drips(gateway: GatewayProcess, engine: RawEngine) -> None:
+    with gateway.connect() as client:
+        for byte in http_request("POST", CHAT, BODY):
+            client.send(bytes((byte,)))
+        received = engine.take()
+        assert received.body == BODY
+        for byte in SSE_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n":
+            received.send(bytes((byte,)))
+        received.next_request()
+        assert client.read().body == b"data: 1\n\n"
+
+
 def test_a_request_without_id_gets_one_and_the_answer_names_it(gateway: GatewayProcess, engine: RawEngine) -> None:
     with gateway.send("POST", CHAT, BODY) as client:
         received = engine.take()

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.sim_process import Connection, Response, http_request
 
-WAIT_S = 10.0  # for what has to happen; only a test that fails waits so long
+WAIT_S = 20.0  # for what has to happen; only a test that fails waits so long
 
 _ids = itertools.count(1)
 
