@@ -69,9 +69,9 @@ class Gateway:
         self.health = HealthMonitor(
             self.registry, poll_session, clock, config.health, self._on_report, self._on_restart
         )
-        self.access_log = (
-            AccessLog(self.metrics, sys.stdout.fileno(), config.log.format == "json") if config.log.access else None
-        )
+        self.access_log: AccessLog | None = None
+        if config.log.access:
+            self.access_log = AccessLog(self.metrics, clock, sys.stdout.fileno(), config.log.format == "json")
         build = "compiled" if request_path_compiled() else "interpreted"
         exporter = Exporter(self.metrics, self._snapshot, __version__, build)
         self.services = Services(

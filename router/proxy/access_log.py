@@ -1,4 +1,5 @@
-"""One line a request, written by a thread so that a slow terminal or pipe never holds up the event loop.
+"""One line a request. Lines are made where the exchange ends, and written in batches by a thread that does nothing
+else: a slow terminal or pipe never holds up the event loop, and no two threads compete for every line.
 
 Lines hold names of the fleet, counts and times: no header, no query, no body.
 """
@@ -7,19 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
-from collections import deque
 from functools import lru_cache
-from typing import NamedTuple
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final, NamedTuple
 
 import orjson
 
+from router.clock import Clock
 from router.metrics import Metrics
 
-PENDING_LIMIT = 20_000  # lines; beyond it lines are dropped and counted
-BATCH_S = 0.05
-PATH_LIMIT, ID_LIMIT = 256, 128  # characters that a client can put into a line
+PENDING_LIMIT_BYTES: Final = 4 * 1024 * 1024  # made and not written; beyond it lines are dropped and counted
+BATCH_S: Final = 0.05
+PATH_LIMIT: Final = 256  # characters that a client can put into a line
+ID_LIMIT: Final = 128
 _PLAIN, _ODD = re.compile(rb"[!-~]*"), re.compile(rb"[^!-~]")
 
 
@@ -47,51 +50,66 @@ class AccessLine(NamedTuple):
 class AccessLog:
     """`json_lines`: JSON, else name=value. `close()` writes what is left."""
 
-    def __init__(self, metrics: Metrics, fd: int, json_lines: bool) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock, fd: int, json_lines: bool) -> None:
         self._metrics = metrics
-        self._fd = fd
-        self._render = _json_line if json_lines else _text_line
-        self._pending: deque[tuple[float, AccessLine]] = deque()
-        self._wake = threading.Event()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
-        self._thread.start()
+        self._clock = clock
+        self._json_lines = json_lines
+        self._batch: list[bytes] = []
+        self._writer = _Writer(fd)
 
     def write(self, line: AccessLine) -> None:
-        pending = self._pending
-        if len(pending) >= PENDING_LIMIT:
-            self._metrics.access_lines_dropped += 1
-            return
-        pending.append((time.time(), line))
-        if len(pending) == 1:
-            self._wake.set()
+        now = time.time()
+        batch = self._batch
+        if not batch:
+            self._clock.call_later(BATCH_S, self._flush)
+        batch.append(_json_line(now, line) if self._json_lines else _text_line(now, line))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        self._closing = True
-        self._wake.set()
-        self._thread.join(timeout_s)
+        self._flush()
+        self._writer.close(timeout_s)
+        self._metrics.access_lines_dropped += self._writer.lost_lines
+        self._writer.lost_lines = 0
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch and not self._writer.take(b"".join(batch), len(batch)):
+            self._metrics.access_lines_dropped += len(batch)
+
+
+class _Writer:
+    """The thread. `pending_bytes` is written by both sides, each adding or subtracting under the interpreter's lock."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+        self._taken_bytes = 0  # by the loop, ever
+        self._written_bytes = 0  # by the thread, ever
+        self.lost_lines = 0  # nobody read them; written by the thread
+        self._runner = Thread(target=self._run, name="access-log", daemon=True)
+        self._runner.start()
+
+    def take(self, data: bytes, lines: int) -> bool:
+        """False where too much is waiting already."""
+        if self._taken_bytes - self._written_bytes + len(data) > PENDING_LIMIT_BYTES:
+            return False
+        self._taken_bytes += len(data)
+        self._queue.put((data, lines))
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        self._queue.put(None)
+        self._runner.join(timeout_s)
 
     def _run(self) -> None:
-        while True:
-            self._wake.wait()
-            if not self._closing:
-                time.sleep(BATCH_S)  # gathers a batch; this thread has nothing else to do
-            self._wake.clear()
-            self._write_pending()
-            if self._closing and not self._pending:
-                return
-
-    def _write_pending(self) -> None:
-        lines = []
-        while self._pending:
-            lines.append(self._render(*self._pending.popleft()))
-        data = memoryview(b"".join(lines))
-        while data:
+        while (item := self._queue.get()) is not None:
+            data, lines = item
+            left = memoryview(data)
             try:
-                data = data[os.write(self._fd, data) :]
-            except OSError:  # nobody reads any more: the lines are lost, and counted
-                self._metrics.access_lines_dropped += len(lines)
-                return
+                while left:
+                    left = left[os.write(self._fd, left) :]
+            except OSError:  # its reader is gone
+                self.lost_lines += lines
+            self._written_bytes += len(data)
 
 
 def _text_line(at: float, line: AccessLine) -> bytes:

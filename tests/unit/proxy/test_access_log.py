@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from threading import Thread
 
 import pytest
 
+from router.clock import VirtualClock
 from router.metrics import Metrics
-from router.proxy import access_log
-from router.proxy.access_log import AccessLine, AccessLog
+from router.proxy.access_log import BATCH_S, PENDING_LIMIT_BYTES, AccessLine, AccessLog
 
 LINE = AccessLine(
     client=b"10.0.0.1",
@@ -34,7 +35,7 @@ UNSERVED = LINE._replace(status=499, ended="client@queued", backend="", reason="
 
 def written(*lines: AccessLine, json_lines: bool) -> list[bytes]:
     reading, writing = os.pipe()
-    log = AccessLog(Metrics(), writing, json_lines)
+    log = AccessLog(Metrics(), VirtualClock(), writing, json_lines)
     for line in lines:
         log.write(line)
     log.close()
@@ -85,15 +86,43 @@ def test_lines_come_in_order_and_none_is_lost_at_the_end() -> None:
     assert [json.loads(line)["load"] for line in written(*lines, json_lines=True)] == list(range(500))
 
 
-def test_lines_over_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_log, "PENDING_LIMIT", 3)
-    metrics = Metrics()
+def test_lines_over_the_bound_are_dropped_and_counted() -> None:
+    metrics, clock = Metrics(), VirtualClock()
+    reading, writing = os.pipe()  # that nobody reads: it takes 64 KiB, the writer holds what follows
+    log = AccessLog(metrics, clock, writing, True)
+    long = LINE._replace(path=b"/" + b"x" * 255)
+    batches = 0
+    while not metrics.access_lines_dropped:
+        for _ in range(1000):
+            log.write(long)
+        clock.advance(BATCH_S)
+        batches += 1
+        assert batches * 1000 * 300 < 2 * PENDING_LIMIT_BYTES
+    assert metrics.access_lines_dropped == 1000
+    assert clock.pending == 0
+    drained = 0
+    closing = Thread(target=log.close, args=(30.0,))
+    closing.start()
+    ending = Thread(target=lambda: (closing.join(), os.close(writing)))
+    ending.start()
+    while chunk := os.read(reading, 1 << 20):
+        drained += chunk.count(b"\n")
+    ending.join()
+    assert drained == batches * 1000 - 1000
+    os.close(reading)
+
+
+def test_lines_are_written_in_batches_by_the_clock() -> None:
+    clock = VirtualClock()
     reading, writing = os.pipe()
-    log = AccessLog(metrics, writing, True)
-    log.close()  # nobody takes lines away any more
-    for _ in range(5):
-        log.write(LINE)
-    assert metrics.access_lines_dropped == 2
+    log = AccessLog(Metrics(), clock, writing, True)
+    log.write(LINE)
+    log.write(LINE)
+    assert clock.pending == 1
+    clock.advance(BATCH_S)
+    assert os.read(reading, 1 << 16).count(b"\n") == 2  # waits for the writer, and for nothing else
+    assert clock.pending == 0
+    log.close()
     os.close(writing)
     os.close(reading)
 
@@ -102,7 +131,7 @@ def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
     metrics = Metrics()
     reading, writing = os.pipe()
     os.close(reading)
-    log = AccessLog(metrics, writing, True)
+    log = AccessLog(metrics, VirtualClock(), writing, True)
     log.write(LINE)
     log.close()
     assert metrics.access_lines_dropped == 1
