@@ -106,7 +106,8 @@ class _Writer:
             left = memoryview(data)
             try:
                 while left:
-                    left = left[os.write(self._fd, left) :]
+                    written = os.write(self._fd, left)  # apart: mypyc evaluates a slice's bound twice
+                    left = left[written:]
             except OSError:  # its reader is gone
                 self.lost_lines += lines
             self._written_bytes += len(data)
