@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, replace
 from threading import Thread
 
 import pytest
@@ -30,7 +31,7 @@ LINE = AccessLine(
     bytes_out=999,
     id=b"abc",
 )
-UNSERVED = LINE._replace(status=499, ended="client@queued", backend="", reason="", matched=None, ttft_s=None, model="")
+UNSERVED = replace(LINE, status=499, ended="client@queued", backend="", reason="", matched=None, ttft_s=None, model="")
 
 
 def written(*lines: AccessLine, json_lines: bool) -> list[bytes]:
@@ -58,7 +59,7 @@ def test_a_json_line_tells_the_same() -> None:
     (line,) = written(LINE, json_lines=True)
     fields = json.loads(line)
     assert fields["kind"] == "access"
-    for name, value in LINE._asdict().items():
+    for name, value in asdict(LINE).items():
         assert fields[name] == (value.decode() if isinstance(value, bytes) else value)
 
 
@@ -73,7 +74,7 @@ def test_what_is_not_known_is_left_out(json_lines: bool) -> None:
 @pytest.mark.parametrize("json_lines", [False, True])
 @pytest.mark.parametrize("text", [b"/a\nstatus=200", b"/a b=c", b"/\x1b[2J", b"/\xff\xfe", b"/" + b"x" * 70_000])
 def test_no_client_breaks_a_line_adds_a_field_or_makes_it_long(text: bytes, json_lines: bool) -> None:
-    (line,) = written(LINE._replace(path=text, id=text), json_lines=json_lines)
+    (line,) = written(replace(LINE, path=text, id=text), json_lines=json_lines)
     assert len(line) < 1000
     assert line.decode().isprintable()
     if not json_lines:
@@ -82,7 +83,7 @@ def test_no_client_breaks_a_line_adds_a_field_or_makes_it_long(text: bytes, json
 
 
 def test_lines_come_in_order_and_none_is_lost_at_the_end() -> None:
-    lines = [LINE._replace(load=number) for number in range(500)]
+    lines = [replace(LINE, load=number) for number in range(500)]
     assert [json.loads(line)["load"] for line in written(*lines, json_lines=True)] == list(range(500))
 
 
@@ -90,7 +91,7 @@ def test_lines_over_the_bound_are_dropped_and_counted() -> None:
     metrics, clock = Metrics(), VirtualClock()
     reading, writing = os.pipe()  # that nobody reads: it takes 64 KiB, the writer holds what follows
     log = AccessLog(metrics, clock, writing, True)
-    long = LINE._replace(path=b"/" + b"x" * 255)
+    long = replace(LINE, path=b"/" + b"x" * 255)
     batches = 0
     while not metrics.access_lines_dropped:
         for _ in range(1000):
