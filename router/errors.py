@@ -6,10 +6,11 @@ Foreign exceptions are mapped to RouterError at the edge, once. A broken invaria
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import orjson
 
-NAMED_MODELS = 32  # in an error; a fleet may know thousands of adapters
+NAMED_MODELS: Final = 32  # in an error; a fleet may know thousands of adapters
 
 
 class Source(StrEnum):

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.backends.backend import Backend, State
 from router.backends.registry import BackendRemoved, FleetEvent, Registry, StateChanged
 from router.clock import Clock, TimerHandle
 
-SILENT = "silent"
-CONNECTIONS_FAIL = "connections fail"
-TRIAL_FAILED = "its trial failed"
-ON_TRIAL = "on trial"
+SILENT: Final = "silent"
+CONNECTIONS_FAIL: Final = "connections fail"
+TRIAL_FAILED: Final = "its trial failed"
+ON_TRIAL: Final = "on trial"
+
+
+_UP: Final = State.UP
+_TRIAL: Final = State.TRIAL
 
 
 class EjectionSettings(Protocol):
@@ -54,6 +58,7 @@ class Ejector:
     def __init__(self, registry: Registry, clock: Clock, settings: EjectionSettings) -> None:
         self._registry = registry
         self._clock = clock
+        self._now = clock.now
         self._settings = settings
         self._records: dict[Backend, _Record] = {}
         self._check_interval_s = max(min(settings.silence_s / 4, 1.0), 0.01)
@@ -66,26 +71,26 @@ class Ejector:
         """An attempt on it begins, and its InFlight exists. Silence counts from the start of a busy time: were it
         counted from the latest attempt, steady traffic to a hung engine would keep it in rotation for ever."""
         if backend.in_flight <= 1:
-            backend.waiting_since = self._clock.now()
+            backend.waiting_since = self._now()
 
     def connect_failed(self, backend: Backend) -> None:
         """No connection came about: refused, unreachable, or not within connect_s."""
         backend.connect_failures += 1
         enough = backend.connect_failures >= self._settings.connect_failures
-        if backend.state is State.TRIAL or (backend.state is State.UP and enough):
+        if backend.state is _TRIAL or (backend.state is _UP and enough):
             self._eject(backend, CONNECTIONS_FAIL)
 
     def attempt_failed(self, backend: Backend) -> None:
         """An attempt ended before its first byte by the backend's doing: reset, closed, or timed out. That decides a
         trial; of a backend that is up it says too little."""
-        if backend.state is State.TRIAL:
+        if backend.state is _TRIAL:
             self._eject(backend, TRIAL_FAILED)
 
     def answered(self, backend: Backend) -> None:
         """The first byte of an answer arrived, whatever its status."""
-        backend.last_byte_at = self._clock.now()
+        backend.last_byte_at = self._now()
         backend.connect_failures = 0
-        if backend.state is State.TRIAL:
+        if backend.state is _TRIAL:
             self._registry.set_state(backend, State.UP, "")
 
     # --- silence
@@ -93,7 +98,7 @@ class Ejector:
     def check_silence(self) -> None:
         """Eject those that owe us bytes for longer than silence_s. Runs by itself; O(backends), where one is silent
         O(backends) more for it."""
-        heard_after = self._clock.now() - self._settings.silence_s
+        heard_after = self._now() - self._settings.silence_s
         for backend in self._registry.backends:
             if (
                 backend.in_flight > 0
@@ -122,10 +127,10 @@ class Ejector:
     def _eject(self, backend: Backend, why: str) -> None:
         if backend not in self._registry:
             return
-        now = self._clock.now()
+        now = self._now()
         settings = self._settings
         record = self._records.setdefault(backend, _Record())
-        if backend.state is State.UP and now - record.returned_at > settings.ejection_max_s:
+        if backend.state is _UP and now - record.returned_at > settings.ejection_max_s:
             record.in_a_row = 0
         # An exponent past 30 adds nothing but overflow.
         duration_s = min(settings.ejection_s * 2 ** min(record.in_a_row, 30), settings.ejection_max_s)
@@ -157,7 +162,7 @@ class Ejector:
                     record.timer.cancel()
                     record.timer = None
                 if event.after is State.UP:
-                    record.returned_at = self._clock.now()
+                    record.returned_at = self._now()
                     backend.connect_failures = 0
         if self._records:
             self._rescue()

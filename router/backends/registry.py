@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import orjson
@@ -22,12 +22,12 @@ from router.clock import Clock, TimerHandle
 
 logger = logging.getLogger(__name__)
 
-BACKENDS_LIMIT = 4096
-REAP_INTERVAL_S = 0.25  # how soon a deleted backend leaves after its last attempt ended
+BACKENDS_LIMIT: Final = 4096
+REAP_INTERVAL_S: Final = 0.25  # how soon a deleted backend leaves after its last attempt ended
 
 # vLLM makes these anew for each answer to /v1/models: they tell nothing about the model.
-_VOLATILE_FIELDS = frozenset(("created", "permission"))
-_PLACEHOLDER_OWNER = "kvgate"
+_VOLATILE_FIELDS: Final = frozenset(("created", "permission"))
+_PLACEHOLDER_OWNER: Final = "kvgate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import exp
+from typing import Final
 
-MEMORY_S = 30.0
-YOUNGEST_S = 3.0  # a first arrival says little about the rate: it counts as one in this time
-FORGOTTEN = 0.05  # arrivals left in memory below which the next one starts afresh
-CAP_UTILISATION = 0.9
+MEMORY_S: Final = 30.0
+YOUNGEST_S: Final = 3.0  # a first arrival says little about the rate: it counts as one in this time
+FORGOTTEN: Final = 0.05  # arrivals left in memory below which the next one starts afresh
+CAP_UTILISATION: Final = 0.9
 
 
 class ArrivalRate:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
-PRIOR = 4.0  # English text in today's vocabularies
+PRIOR: Final = 4.0  # English text in today's vocabularies
 LOWEST, HIGHEST = 0.5, 32.0  # outside of it a sample says something about images or errors, not about text
-MIN_TOKENS = 32  # below it the chat template's own tokens outweigh the text
-WINDOW = 63
-EVERY = 8  # samples between two medians once there are some: a sort of the window costs about 5 us
+MIN_TOKENS: Final = 32  # below it the chat template's own tokens outweigh the text
+WINDOW: Final = 63
+EVERY: Final = 8  # samples between two medians once there are some: a sort of the window costs about 5 us
 
 
 class BytesPerToken:

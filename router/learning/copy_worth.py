@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import exp
+from typing import Final
 
-LIMIT = 4096  # prefixes remembered
-MEMORY_S = 300.0
-SHARE = 0.125  # of the prefill saved, paid in at each use
-CHEAP_S = 0.25  # copies dearer than this earn that share more slowly: one request pays for them with its TTFT
-CAP = 4.0  # an account holds at most the prefill of so many copies
+LIMIT: Final = 4096  # prefixes remembered
+MEMORY_S: Final = 300.0
+SHARE: Final = 0.125  # of the prefill saved, paid in at each use
+CHEAP_S: Final = 0.25  # copies dearer than this earn that share more slowly: one request pays for them with its TTFT
+CAP: Final = 4.0  # an account holds at most the prefill of so many copies
 
 
 class CopyAccounts:

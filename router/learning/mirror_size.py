@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-TOLERANCE = 0.05  # below it a change is not worth an eviction
+from typing import Final
+
+TOLERANCE: Final = 0.05  # below it a change is not worth an eviction
 
 
 class MirrorSize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import Enum, auto
+from typing import Final
 
 
 class Phase(Enum):
@@ -11,6 +12,10 @@ class Phase(Enum):
 
     WAITING = auto()  # not yet at its first token
     DECODING = auto()
+
+
+_WAITING: Final = Phase.WAITING
+_DECODING: Final = Phase.DECODING
 
 
 class PrefillLedger:
@@ -92,12 +97,12 @@ class PrefillLedger:
             self.decoding_kv_tokens -= decoded
             self.kv_tokens -= decoded
             self.decoding -= 1
-            return Phase.DECODING
+            return _DECODING
         entry = self._leave(attempt, now)
         if entry is None:
             return None
         self.kv_tokens -= entry[1]
-        return Phase.WAITING
+        return _WAITING
 
     def advance(self, now: float) -> None:
         """Let silent attempts pass whose prefill must be over."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
-PRIOR_TOKENS_PER_S = 10_000.0
-PRIOR_FIXED_S = 0.010
+PRIOR_TOKENS_PER_S: Final = 10_000.0
+PRIOR_FIXED_S: Final = 0.010
 LOWEST_TOKENS_PER_S, HIGHEST_TOKENS_PER_S = 10.0, 2_000_000.0  # no engine is slower or faster
-LARGE_TOKENS = 256  # uncached, from which a quiet sample says something about the speed
-SMALL_TOKENS = 64  # uncached, up to which it says something about the fixed cost
-MAX_FIXED_S = 0.25
-WINDOW = 31
+LARGE_TOKENS: Final = 256  # uncached, from which a quiet sample says something about the speed
+SMALL_TOKENS: Final = 64  # uncached, up to which it says something about the fixed cost
+MAX_FIXED_S: Final = 0.25
+WINDOW: Final = 31
 BUSY_TOKENS, BUSY_REQUESTS = 4096, 4  # a busy stretch long enough to count
-BUSY_BIAS = 2.0  # how much slower a busy stretch looks, for the decode steps in it (1.7 to 2.9 on a real engine)
+BUSY_BIAS: Final = 2.0  # how much slower a busy stretch looks, for the decode steps in it (1.7 to 2.9 on a real engine)
 REPORTED_TOKENS, REPORTED_REQUESTS = 4096, 4
-MAX_OVERLAP = 0.7  # prefill seconds per second, above which the engine's own sums count batched prefills twice
-FASTER = 1.25  # how far the engine's own figure must be above ours to win
+MAX_OVERLAP: Final = 0.7  # prefill seconds per second, above which the engine's own sums count batched prefills twice
+FASTER: Final = 1.25  # how far the engine's own figure must be above ours to win
 
 
 def _middle(samples: deque[float]) -> float:

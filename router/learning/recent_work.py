@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import exp
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-MEMORY_S = 60.0
-REBASE = 50.0  # exp of more would lose itself in a float's range
+MEMORY_S: Final = 60.0
+REBASE: Final = 50.0  # exp of more would lose itself in a float's range
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-STEP = 0.2  # weight of one comparison
-FULL_TOKENS = 256  # a prediction of fewer tokens weighs less
-LOST_BELOW = 0.5  # from here its matches are ignored
-REGAINED_FROM = 0.6
-GHOST_RATIO = 0.25  # a report below this part of the prediction is "much lower"
-GHOSTS_IN_A_ROW = 3  # one may be an eviction; three in a row are a cache that was reset
+from typing import Final
+
+STEP: Final = 0.2  # weight of one comparison
+FULL_TOKENS: Final = 256  # a prediction of fewer tokens weighs less
+LOST_BELOW: Final = 0.5  # from here its matches are ignored
+REGAINED_FROM: Final = 0.6
+GHOST_RATIO: Final = 0.25  # a report below this part of the prediction is "much lower"
+GHOSTS_IN_A_ROW: Final = 3  # one may be an eviction; three in a row are a cache that was reset
 
 
 class Trust:

@@ -23,12 +23,12 @@ from router.wire.http_head import HEAD_END, RequestHead, parse_request_head
 if TYPE_CHECKING:
     from router.net.exchange_api import DownstreamEvents, ExchangeFactory
 
-PIPELINE_LIMIT_BYTES = 65536  # sent ahead of its turn; beyond it reading pauses
-WRITE_HIGH_WATER_BYTES = 65536  # unsent to a slow client; beyond it reading from the engine pauses
-TIMER_STEP_S = 0.001  # the loop's timers are no finer
-LINGER_S = 2.0  # how long a refused client may still send before its connection is cut
-FLUSH_S = 30.0  # how long a closed connection may take to hand over its last bytes
-LINGER_LIMIT_BYTES = 16 * 1024 * 1024
+PIPELINE_LIMIT_BYTES: Final = 65536  # sent ahead of its turn; beyond it reading pauses
+WRITE_HIGH_WATER_BYTES: Final = 65536  # unsent to a slow client; beyond it reading from the engine pauses
+TIMER_STEP_S: Final = 0.001  # the loop's timers are no finer
+LINGER_S: Final = 2.0  # how long a refused client may still send before its connection is cut
+FLUSH_S: Final = 30.0  # how long a closed connection may take to hand over its last bytes
+LINGER_LIMIT_BYTES: Final = 16 * 1024 * 1024
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER for no time at all
 
 
@@ -69,6 +69,7 @@ class Downstream(asyncio.Protocol):
     ) -> None:
         self._factory = factory
         self._clock = clock
+        self._now = clock.now
         self._limits = limits
         self._connections = connections
         self._transport: asyncio.Transport | None = None
@@ -379,7 +380,7 @@ class Downstream(asyncio.Protocol):
     def set_deadline(self, delay_s: float) -> None:
         """When the present state has lasted too long. An exchange sets its own while the request is its; a deadline
         that only moves on may be written to `deadline` (clock time), as the timer looks there when it fires."""
-        deadline = self.deadline = self._clock.now() + delay_s
+        deadline = self.deadline = self._now() + delay_s
         if self._timer is None or self._timer_at > deadline:
             if self._timer is not None:
                 self._timer.cancel()
@@ -391,7 +392,7 @@ class Downstream(asyncio.Protocol):
         deadline = self.deadline
         if deadline is None:
             return
-        left = deadline - self._clock.now()
+        left = deadline - self._now()
         if left > 0:
             self._timer = self._clock.call_later(max(left, TIMER_STEP_S), self._on_timer)
             self._timer_at = deadline

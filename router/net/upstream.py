@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from native.body_framing import BadFraming, BodyFramer, Framing
 from router.backends.backend import Backend
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from router.net.exchange_api import UpstreamEvents
 
 
-JOIN_LIMIT_BYTES = 32768
+JOIN_LIMIT_BYTES: Final = 32768
 
 
 class Upstream(asyncio.Protocol):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Final
 
 from router.backends.backend import Backend
 from router.clock import Clock, TimerHandle
 from router.net.exchange_api import ConnectEvents
 from router.net.upstream import Upstream
 
-IDLE_LIMIT = 1024  # idle connections to one backend; a connection that comes free beyond it is closed
+IDLE_LIMIT: Final = 1024  # idle connections to one backend; a connection that comes free beyond it is closed
 
 
 class UpstreamPool:
@@ -22,6 +23,7 @@ class UpstreamPool:
 
     def __init__(self, clock: Clock, keepalive_s: float, max_head_bytes: int) -> None:
         self._clock = clock
+        self._now = clock.now
         self._keepalive_s = keepalive_s
         self._max_head_bytes = max_head_bytes
         self._idle: dict[Backend, deque[Upstream]] = {}
@@ -40,7 +42,7 @@ class UpstreamPool:
         if not idle:
             return None
         upstream = idle.pop()
-        if upstream.reusable and self._clock.now() - upstream.idle_since < self._keepalive_s:
+        if upstream.reusable and self._now() - upstream.idle_since < self._keepalive_s:
             return upstream
         idle.append(upstream)
         self.drop(backend)  # the youngest is too old: so are the others
@@ -78,7 +80,7 @@ class UpstreamPool:
         if self._closed or len(idle) >= IDLE_LIMIT:
             upstream.discard()
             return
-        upstream.idle_since = self._clock.now()
+        upstream.idle_since = self._now()
         idle.append(upstream)
         if self._sweep is None:
             self._sweep = self._clock.call_later(self._keepalive_s / 4, self._drop_old)
@@ -86,7 +88,7 @@ class UpstreamPool:
     def _drop_old(self) -> None:
         self._sweep = None
         # one sweep period early, so that none outlives keepalive_s while it waits for the next sweep
-        oldest = self._clock.now() - self._keepalive_s * 0.75
+        oldest = self._now() - self._keepalive_s * 0.75
         for backend in list(self._idle):
             idle = self._idle[backend]
             while idle and idle[0].idle_since <= oldest:

@@ -130,25 +130,28 @@ def _text_line(at: float, line: AccessLine) -> bytes:
         ttft = b" ttft_s=%d.%04d" % (units // 10_000, units % 10_000)
     queue, total = int(line.queue_s * 10_000), int(line.total_s * 10_000)
     return (
-        b"%b access client=%b method=%b path=%b status=%d ended=%b%b%b load=%d attempts=%d"
-        b" queue_s=%d.%04d total_s=%d.%04d bytes=%d id=%b\n"
-    ) % (
-        _timestamp(int(at)),
-        _plain(line.client),
-        _plain(line.method),
-        _plain(line.path[:PATH_LIMIT]),
-        line.status,
-        line.ended.encode(),
-        served,
-        ttft,
-        line.load,
-        line.attempts,
-        queue // 10_000,
-        queue % 10_000,
-        total // 10_000,
-        total % 10_000,
-        line.bytes_out,
-        _plain(line.id[:ID_LIMIT]),
+        (
+            b"%b access client=%b method=%b path=%b status=%d ended=%b%b%b load=%d attempts=%d"
+            b" queue_s=%d.%04d total_s=%d.%04d bytes=%d id=%b\n"
+        )
+        % (
+            _timestamp(int(at)),
+            line.client,  # an address
+            line.method,  # one that llhttp knows
+            _plain(line.path[:PATH_LIMIT]),
+            line.status,
+            line.ended.encode(),
+            served,
+            ttft,
+            line.load,
+            line.attempts,
+            queue // 10_000,
+            queue % 10_000,
+            total // 10_000,
+            total % 10_000,
+            line.bytes_out,
+            _plain(line.id[:ID_LIMIT]),
+        )
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from native.body_framing import BodyFramer, Framing
 from router.backends.in_flight import InFlight
 from router.errors import RouterError
@@ -10,7 +12,7 @@ from router.net.upstream import Upstream
 from router.strategies.strategy import Choice
 from router.wire.http_head import ResponseHead
 
-HELD_LIMIT_BYTES = 65536  # of a response whose fate is open; one that is longer is passed on
+HELD_LIMIT_BYTES: Final = 65536  # of a response whose fate is open; one that is longer is passed on
 
 
 class HeldAnswer:

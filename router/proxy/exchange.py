@@ -46,7 +46,9 @@ from router.wire.usage import read_usage
 
 logger = logging.getLogger(__name__)
 
-BUSY_STATUSES = frozenset((429, 503))  # the engine's own limits: no sign of illness, but another one may have room
+BUSY_STATUSES: Final = frozenset(
+    (429, 503)
+)  # the engine's own limits: no sign of illness, but another one may have room
 
 # Names of this module: to look a member up in its Enum costs 0.2 us each time, a Final nothing.
 READ_HEAD: Final = Phase.READ_HEAD
@@ -57,6 +59,12 @@ SENDING: Final = Phase.SENDING
 AWAIT_HEAD: Final = Phase.AWAIT_HEAD
 STREAMING: Final = Phase.STREAMING
 DONE: Final = Phase.DONE
+CHANGE: Final = PathKind.CHANGE
+TRIAL: Final = State.TRIAL
+RETRY: Final = Reason.RETRY
+COMPLETE: Final = End.COMPLETE
+FAILED: Final = End.FAILED
+CANCELLED: Final = End.CANCELLED
 BY_CLIENT: Final = EndedBy.CLIENT
 BY_UPSTREAM: Final = EndedBy.UPSTREAM
 BY_GATEWAY: Final = EndedBy.GATEWAY
@@ -105,7 +113,7 @@ class Exchange:
         self._downstream = downstream
         self._head = head
         self._phase: Phase = READ_HEAD
-        self._kind = PathKind.CHANGE
+        self._kind = CHANGE
         self._request_id = (head.request_id if head is not None else None) or services.next_request_id()
         # routing
         self.pool: Pool = services.registry.any_pool()
@@ -129,7 +137,7 @@ class Exchange:
         self._client_slow = False
         self._bytes_out = 0
         # times, by the clock
-        self._started_at = self._received_at = services.clock.now()
+        self._started_at = self._received_at = services.now()
         self._queued_at = 0.0
         self._queued_s = 0.0
         self._first_byte_at: float | None = None
@@ -144,7 +152,7 @@ class Exchange:
         s = self._s
         head = self._head
         assert head is not None
-        self._received_at = now = s.clock.now()
+        self._received_at = now = s.now()
         answer = local_answer(head.method, head.path, s)
         if answer is not None:
             self._answer_locally(answer)
@@ -202,7 +210,7 @@ class Exchange:
         return [
             b
             for b in candidates
-            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is State.TRIAL and b.in_flight)
+            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is TRIAL and b.in_flight)
         ]
 
     def _worth_waiting(self) -> bool:
@@ -213,11 +221,11 @@ class Exchange:
 
     def _start_attempt(self, choice: Choice) -> None:
         s = self._s
-        now = s.clock.now()
+        now = s.now()
         self._queued_s += now - self._queued_at
         backend = choice.backend
         if self._attempts:
-            choice.reason = Reason.RETRY
+            choice.reason = RETRY
         else:
             s.metrics.queue_time.observe(self._queued_s)
         self._attempts += 1
@@ -230,7 +238,7 @@ class Exchange:
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
         s.metrics.matched_predicted[backend.name] += choice.matched_tokens
         # a dead connection shows only after the request was written: what must not be sent twice gets a new one
-        upstream = None if self._kind is PathKind.CHANGE else s.pool.take(backend)
+        upstream = None if self._kind is CHANGE else s.pool.take(backend)
         if upstream is not None:
             attempt.reused = True
             self._send(upstream)
@@ -269,7 +277,7 @@ class Exchange:
         attempt.upstream = upstream
         backend = attempt.choice.backend
         if self._attempts == 1 and not attempt.sent:
-            s.metrics.overhead.observe(s.clock.now() - self._received_at - self._queued_s)
+            s.metrics.overhead.observe(s.now() - self._received_at - self._queued_s)
         attempt.sent = True
         body = self._upstream_body
         raw = render_request_head(
@@ -351,7 +359,7 @@ class Exchange:
         if usage.cached_tokens is not None:
             self._s.metrics.matched_reported[backend.name] += usage.cached_tokens
         self._end_attempt(
-            End.COMPLETE,
+            COMPLETE,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
@@ -367,7 +375,7 @@ class Exchange:
         assert answer is not None
         s = self._s
         self._enter(STREAMING)
-        now = s.clock.now()
+        now = s.now()
         self._first_byte_at = self._last_byte_at = now
         choice = attempt.choice
         s.passive_health.answered(choice.backend)
@@ -415,7 +423,7 @@ class Exchange:
         attempt = self._attempt
         assert attempt is not None
         s = self._s
-        now = s.clock.now()
+        now = s.now()
         s.metrics.itl.observe(now - self._last_byte_at)
         self._last_byte_at = attempt.choice.backend.last_byte_at = now
         self._downstream.deadline = now + s.settings.idle_s
@@ -468,7 +476,7 @@ class Exchange:
         attempt.upstream = None
         backend = attempt.choice.backend
         if self._phase is STREAMING:
-            self._end_attempt(End.FAILED)
+            self._end_attempt(FAILED)
             self._cut(upstream_error(f"Backend {backend.name} broke off its answer: {why}."), BY_UPSTREAM)
             return
         if attempt.reused and not any_byte:
@@ -518,7 +526,7 @@ class Exchange:
             self._fail_attempt(reason, error, HeldAnswer(attempt.head, attempt.choice, attempt.held or []))
         else:
             self._commit()
-            self._end_attempt(End.COMPLETE)
+            self._end_attempt(COMPLETE)
             self._enter(DONE)
             self._finish(BY_UPSTREAM)
 
@@ -541,12 +549,12 @@ class Exchange:
         self._failure = LastFailure(error, answer or (self._failure.answer if self._failure is not None else None))
         self._tried.append(attempt.choice.backend)
         self._enter(QUEUED)
-        self._end_attempt(End.COMPLETE if answer is not None else End.FAILED)
+        self._end_attempt(COMPLETE if answer is not None else FAILED)
         if not repeat or (attempt.sent and not s.budget.spend()):
             self._give_up()
             return
         s.metrics.retries[reason] += 1
-        self._queued_at = s.clock.now()
+        self._queued_at = s.now()
         s.admission.enter_again(self)
         if self._phase is QUEUED:
             self._downstream.set_deadline(s.settings.queue_timeout_s)
@@ -565,13 +573,13 @@ class Exchange:
 
     def on_client_gone(self) -> None:
         self._s.admission.leave(self)
-        self._end_attempt(End.CANCELLED)
+        self._end_attempt(CANCELLED)
         self._finish(BY_CLIENT)
 
     def on_shutdown(self) -> None:
         """The drain time is over."""
         self._s.admission.leave(self)
-        self._end_attempt(End.CANCELLED)
+        self._end_attempt(CANCELLED)
         error = no_backend("The gateway is shutting down.")
         if self._phase is STREAMING:
             self._cut(error, BY_GATEWAY)
@@ -599,7 +607,7 @@ class Exchange:
             self.on_connect_failed("timed out")
         elif phase is STREAMING:
             who = BY_CLIENT if self._client_slow else BY_GATEWAY
-            self._end_attempt(End.CANCELLED if self._client_slow else End.FAILED)
+            self._end_attempt(CANCELLED if self._client_slow else FAILED)
             self._cut(upstream_timeout("The answer stood still for too long."), who)
         elif self._attempt is not None:
             name = self._attempt.choice.backend.name
@@ -669,7 +677,7 @@ class Exchange:
         logger.exception("exchange %s broke in phase %s", self._request_id.decode("ascii", "replace"), self._phase)
         self._s.metrics.broken_exchanges += 1
         self._s.admission.leave(self)
-        self._end_attempt(End.FAILED)
+        self._end_attempt(FAILED)
         if self._phase is STREAMING:
             self._downstream.abort()
             self._finish(BY_GATEWAY)
@@ -700,7 +708,7 @@ class Exchange:
         attempt.guard.release()
         s.strategy.observe(
             attempt.choice,
-            Outcome(end, s.clock.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
+            Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
         )
         s.admission.released()
 
@@ -713,7 +721,7 @@ class Exchange:
         phase = self._phase
         if phase is not DONE:
             self._enter(DONE)
-        total_s = s.clock.now() - self._started_at
+        total_s = s.now() - self._started_at
         code = self._status or 499
         answered_by = self._served_by.backend.name if self._served_by is not None else ""
         s.metrics.requests[self.pool.model, answered_by, code] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.backends.registry import Pool, Registry
 from router.errors import RouterError, bad_request, model_not_found, no_backend
 from router.proxy.services import Services
@@ -10,6 +12,8 @@ from router.wire.http_head import RequestHead
 from router.wire.openai_request import RequestBody, read_request
 from router.wire.paths import PathKind
 
+_INFERENCE: Final = PathKind.INFERENCE
+
 
 def read_routing(
     services: Services, head: RequestHead, kind: PathKind, body: bytes, now: float
@@ -17,7 +21,7 @@ def read_routing(
     """Raises RouterError where no backend could be asked."""
     registry = services.registry
     settings = services.settings
-    if kind is not PathKind.INFERENCE:
+    if kind is not _INFERENCE:
         request = RoutingRequest("", now, session_key=_session_key(services, head, None))
         return registry.any_pool(), request
     seen = read_request(

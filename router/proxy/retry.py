@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.wire.paths import PathKind
 
-BURST = 200.0  # repeats that one death of a busy engine may need at once
+BURST: Final = 200.0  # repeats that one death of a busy engine may need at once
 
 
 class RetryBudget:

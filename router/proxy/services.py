@@ -95,12 +95,14 @@ class Services:
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
     draining: bool = False
     on_idle: Callable[[], object] | None = None  # called when the last exchange ends
+    now: Callable[[], float] = field(init=False)
     need_prefix: bool = field(init=False)
     need_session: bool = field(init=False)
     _id_prefix: bytes = field(default_factory=lambda: os.urandom(8).hex().encode())
     _id_count: int = 0
 
     def __post_init__(self) -> None:
+        self.now = self.clock.now  # asked ten times a request
         self.need_prefix = Need.PREFIX_BLOCKS in self.strategy.needs
         self.need_session = Need.SESSION_KEY in self.strategy.needs
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import Protocol
+from typing import Final, Protocol
 
 from native.block_hash import BlockHashes
 from router.backends.backend import Backend, EngineReport
 from router.learning.trust import Trust
 
-NEVER = float("-inf")
+NEVER: Final = float("-inf")
 
 
 class Need(Enum):

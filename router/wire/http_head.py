@@ -18,15 +18,17 @@ from native.body_framing import Framing
 from native.head_lines import HeadLines, drop_headers, find_header, sort_lines
 from router.errors import RouterError, bad_request
 
-HEAD_END = b"\r\n\r\n"
+HEAD_END: Final = b"\r\n\r\n"
 
 _NONE: Final = Framing.NONE
 _LENGTH: Final = Framing.LENGTH
 _CHUNKED: Final = Framing.CHUNKED
 _UNTIL_CLOSE: Final = Framing.UNTIL_CLOSE
-_PLAIN_TEXT = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
-_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+")
-_COMMON_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te"))  # name no line that is not dropped anyway
+_PLAIN_TEXT: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+_HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+")
+_COMMON_OPTIONS: Final = frozenset(
+    (b"close", b"keep-alive", b"upgrade", b"te")
+)  # name no line that is not dropped anyway
 
 
 class _Events:
@@ -250,7 +252,7 @@ def parse_response_head(raw: bytes, to_head: bool) -> ResponseHead:
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
         raise BadResponse(f"HTTP/{version}")
-    if not _PLAIN_TEXT.fullmatch(events.phrase):
+    if events.phrase != b"OK" and not _PLAIN_TEXT.fullmatch(events.phrase):
         raise BadResponse("control bytes in the reason phrase")
     status = parser.get_status_code()
     if status < 100:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from native.block_hash import BlockHashes, xxh64_digest
 from native.body_scan import MALFORMED, OK, scan_json
 from router.wire.multipart import MultipartError, Part, boundary_of, is_multipart, read_parts
 
-TEXT_LIMIT_BYTES = 65536
-VALUE_LIMIT_BYTES = 4096  # a longer form field is no model's name and no session's key; as native/body_scan.pyx
+TEXT_LIMIT_BYTES: Final = 65536
+VALUE_LIMIT_BYTES: Final = 4096  # a longer form field is no model's name and no session's key; as native/body_scan.pyx
 
 
 @dataclass(slots=True)

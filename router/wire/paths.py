@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Final
 
 
 class PathKind(Enum):
@@ -55,7 +56,12 @@ _INFERENCE = frozenset(
 _READING_METHODS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 
 
+_INFERENCE_PATH: Final = PathKind.INFERENCE
+_READ: Final = PathKind.READ
+_CHANGE: Final = PathKind.CHANGE
+
+
 def path_kind(method: bytes, path: bytes) -> PathKind:
     if method == b"POST" and path in _INFERENCE:
-        return PathKind.INFERENCE
-    return PathKind.READ if method in _READING_METHODS else PathKind.CHANGE
+        return _INFERENCE_PATH
+    return _READ if method in _READING_METHODS else _CHANGE
