@@ -66,6 +66,7 @@ class Gateway:
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
         self.registry.subscribe(self._on_fleet_event)
         self.ejector = Ejector(self.registry, clock, config.health)
+        self.ejector.on_silent = self._repeat_elsewhere
         self.health = HealthMonitor(
             self.registry, poll_session, clock, config.health, self._on_report, self._on_restart
         )
@@ -206,10 +207,13 @@ class Gateway:
             if not backend.serving:
                 self.services.pool.drop(backend)
                 if event.why == SILENT:
-                    for exchange in list(self.services.exchanges):
-                        exchange.on_backend_silent(backend)
+                    self._repeat_elsewhere(backend)
         if hasattr(self, "services"):
             self.services.admission.pump()
+
+    def _repeat_elsewhere(self, backend: Backend) -> None:
+        for exchange in list(self.services.exchanges):
+            exchange.on_backend_silent(backend)
 
     def _on_report(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
         self.strategy.reported(backend, before, now)

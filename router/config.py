@@ -455,6 +455,7 @@ class HealthConfig:
     unhealthy_after: int = _key(3, _integer(1, 100))
     healthy_after: int = _key(2, _integer(1, 100))
     connect_failures: int = _key(2, _integer(1, 100))
+    failed_attempts: int = _key(5, _integer(1, 1000))
     silence_s: float = _key(30.0, _seconds())
     ejection_s: float = _key(5.0, _seconds())
     ejection_max_s: float = _key(60.0, _seconds())

@@ -92,6 +92,10 @@ def queue_full(retry_after_s: int) -> RouterError:
     return RouterError(429, "queue_full", "The gateway's queue is full.", retry_after_s=retry_after_s)
 
 
+def queue_timeout(waited_s: float) -> RouterError:
+    return RouterError(429, "queue_full", f"No backend had room within {waited_s:g} s.", retry_after_s=1)
+
+
 def upstream_error(message: str) -> RouterError:
     return RouterError(502, "upstream_error", message, source=Source.UPSTREAM, retryable=True)
 

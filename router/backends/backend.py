@@ -77,6 +77,9 @@ class Backend:
     last_byte_at: float = float("-inf")  # clock.now() of the last response byte on any of its attempts
     waiting_since: float = float("-inf")  # clock.now() of the last start of an attempt on it
     connect_failures: int = 0  # in a row
+    failures: int = 0  # attempts in a row without an answer, or answered with an error of the engine's own making
+    busy_in_a_row: int = 0  # answers 429 and 503
+    busy_until: float = float("-inf")  # clock.now(): others are asked before it
     deleted: bool = False  # leaves the fleet when its last attempt ends
     report: EngineReport = field(default_factory=EngineReport)
 

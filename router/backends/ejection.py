@@ -1,9 +1,13 @@
 """Passive health: what the traffic itself shows of a backend, faster than any poll and where polls see nothing.
 
-Two signs take a backend out: connections that fail several times in a row, and silence: attempts in flight and no
-byte for long while others of its pool answer (a hung engine answers /health with 200 and shows an empty queue in
-/metrics; nothing but our own view tells). It comes back through a trial: one request whose first byte readmits it.
-Answers of the engine itself, 4xx, 429 and 503 among them, are never a sign of its death.
+Three signs take a backend out. Connections that fail several times in a row. Attempts that fail several times in a row
+before their first byte, or end in a 5xx, while another serves its models: an engine that fails at once looks idle and
+would draw the traffic. And silence: attempts in flight and no byte for long while others of its pool answer (a hung
+engine answers /health with 200 and shows an empty queue in /metrics; nothing but our own view tells). It comes back
+through a trial: one request whose first byte readmits it.
+
+The engine's own 4xx, 429 and 503 are never a sign of its death. After a 429 or 503 others are asked first for a moment,
+longer each time in a row.
 
 States: UP -> EJECTED -> TRIAL -> UP, or TRIAL -> EJECTED again for twice as long. STARTING and DOWN belong to the
 active checks (health.py), and a success of those does not end an ejection.
@@ -11,6 +15,7 @@ active checks (health.py), and a success of those does not end an ejection.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Protocol
@@ -20,6 +25,7 @@ from router.backends.registry import BackendRemoved, FleetEvent, Registry, State
 from router.clock import Clock, TimerHandle
 
 SILENT: Final = "silent"
+ATTEMPTS_FAIL: Final = "attempts fail"
 CONNECTIONS_FAIL: Final = "connections fail"
 TRIAL_FAILED: Final = "its trial failed"
 ON_TRIAL: Final = "on trial"
@@ -29,11 +35,21 @@ _UP: Final = State.UP
 _TRIAL: Final = State.TRIAL
 
 
+BUSY_S: Final = 0.25  # how long others are asked first after one answer 429 or 503; doubles with each in a row
+BUSY_MAX_S: Final = 4.0
+
+
 class EjectionSettings(Protocol):
     """The keys of `[health]` that this needs; times in seconds."""
 
     @property
     def connect_failures(self) -> int: ...
+    @property
+    def failed_attempts(self) -> int: ...
+    @property
+    def interval_s(self) -> float: ...
+    @property
+    def unhealthy_after(self) -> int: ...
     @property
     def silence_s(self) -> float: ...
     @property
@@ -64,6 +80,9 @@ class Ejector:
         self._check_interval_s = max(min(settings.silence_s / 4, 1.0), 0.01)
         self._check_timer = clock.call_later(self._check_interval_s, self._check_silence_again)
         self._unsubscribe = registry.subscribe(self._fleet_changed)
+        self.busy_until = 0.0  # the latest of all backends: before it somebody is to be asked last
+        # Called with a backend that is down and owes bytes: what waits for its first byte there may go elsewhere.
+        self.on_silent: Callable[[Backend], object] | None = None
 
     # --- what the proxy reports
 
@@ -81,29 +100,64 @@ class Ejector:
             self._eject(backend, CONNECTIONS_FAIL)
 
     def attempt_failed(self, backend: Backend) -> None:
-        """An attempt ended before its first byte by the backend's doing: reset, closed, or timed out. That decides a
-        trial; of a backend that is up it says too little."""
+        """An attempt ended before its first byte by the backend's doing: reset, closed, or timed out."""
+        backend.failures += 1
         if backend.state is _TRIAL:
             self._eject(backend, TRIAL_FAILED)
+        elif (
+            backend.state is _UP
+            and backend.failures >= self._settings.failed_attempts
+            and self._another_serves(backend)
+        ):
+            self._eject(backend, ATTEMPTS_FAIL)
 
-    def answered(self, backend: Backend) -> None:
-        """The first byte of an answer arrived, whatever its status."""
-        backend.last_byte_at = self._now()
+    def answered(self, backend: Backend, status: int) -> None:
+        """The first byte of an answer arrived."""
+        backend.last_byte_at = now = self._now()
         backend.connect_failures = 0
+        if status == 429 or status == 503:
+            wait_s = min(BUSY_S * 2 ** min(backend.busy_in_a_row, 10), BUSY_MAX_S)
+            backend.busy_in_a_row += 1
+            backend.busy_until = now + wait_s
+            self.busy_until = max(self.busy_until, backend.busy_until)
+        elif status >= 500:
+            self.attempt_failed(backend)
+            return
+        else:
+            backend.failures = backend.busy_in_a_row = 0
         if backend.state is _TRIAL:
             self._registry.set_state(backend, State.UP, "")
+
+    def _another_serves(self, backend: Backend) -> bool:
+        """Somebody of its pool is not failing too: then it is this engine, and not what the clients send."""
+        return any(
+            other is not backend
+            and other.serving
+            and other.failures < self._settings.failed_attempts
+            and not backend.models.keys().isdisjoint(other.models)
+            for other in self._registry.backends
+        )
 
     # --- silence
 
     def check_silence(self) -> None:
-        """Eject those that owe us bytes for longer than silence_s. Runs by itself; O(backends), where one is silent
+        """Eject those that owe us bytes for longer than silence_s; let go of what waits on those that are down and
+        owe bytes for as long as it takes to be found down. Runs by itself; O(backends), where one is silent
         O(backends) more for it."""
-        heard_after = self._now() - self._settings.silence_s
+        settings = self._settings
+        now = self._now()
+        heard_after = now - settings.silence_s
+        down_heard_after = now - settings.interval_s * settings.unhealthy_after
         for backend in self._registry.backends:
-            if (
-                backend.in_flight > 0
-                and backend.state in (State.UP, State.TRIAL)
-                and max(backend.last_byte_at, backend.waiting_since) < heard_after
+            if backend.in_flight == 0:
+                continue
+            heard_at = max(backend.last_byte_at, backend.waiting_since)
+            if backend.state is State.DOWN:
+                if heard_at < down_heard_after and self.on_silent is not None:
+                    self.on_silent(backend)
+            elif (
+                backend.state in (State.UP, State.TRIAL)
+                and heard_at < heard_after
                 and self._another_answers(backend, heard_after)
             ):
                 self._eject(backend, SILENT)
@@ -163,7 +217,7 @@ class Ejector:
                     record.timer = None
                 if event.after is State.UP:
                     record.returned_at = self._now()
-                    backend.connect_failures = 0
+                    backend.connect_failures = backend.failures = 0
         if self._records:
             self._rescue()
 

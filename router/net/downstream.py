@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 from native.body_framing import BadFraming, BodyFramer, Framing
 from router.clock import Clock, TimerHandle
 from router.errors import RouterError, Source, bad_request
-from router.wire.http_head import HEAD_END, RequestHead, parse_request_head
+from router.wire.http_head import BARE_LF, HEAD_END, RequestHead, parse_request_head
 
 if TYPE_CHECKING:
     from router.net.exchange_api import DownstreamEvents, ExchangeFactory
@@ -173,6 +173,9 @@ class Downstream(asyncio.Protocol):
             self._refuse_head(
                 RouterError(431, "headers_too_large", "The request head is too large.", source=Source.CLIENT)
             )
+            return
+        if end < 0 and BARE_LF.search(buffer, max(self._scanned - 1, 0)) is not None:
+            self._refuse_head(bad_request("The request head has a bare LF.", code="invalid_http"))
             return
         if end < 0:
             if not self._scanned:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from native.body_framing import BadFraming, BodyFramer, Framing
 from router.backends.backend import Backend
-from router.wire.http_head import HEAD_END, BadResponse, ResponseHead, parse_response_head
+from router.wire.http_head import BARE_LF, HEAD_END, BadResponse, ResponseHead, parse_response_head
 
 if TYPE_CHECKING:
     from router.net.exchange_api import UpstreamEvents
@@ -192,6 +192,9 @@ class Upstream(asyncio.Protocol):
                 self._break("the response head is too large")
                 return None
             if end < 0:
+                if BARE_LF.search(buffer, max(scanned - 1, 0)) is not None:
+                    self._break("the response head has a bare LF")
+                    return None
                 self._buffer = buffer
                 return None
             self._buffer = b""

@@ -22,7 +22,7 @@ from native.body_framing import BodyFramer, Framing
 from router.backends.backend import Backend, State
 from router.backends.in_flight import InFlight
 from router.backends.registry import Pool
-from router.errors import RouterError, Source, no_backend, queue_full, upstream_error, upstream_timeout
+from router.errors import RouterError, Source, no_backend, queue_timeout, upstream_error, upstream_timeout
 from router.net.downstream import Downstream
 from router.net.upstream import Upstream
 from router.proxy.access_log import AccessLine
@@ -200,18 +200,25 @@ class Exchange:
         return True
 
     def _candidates(self) -> Sequence[Backend]:
-        """Those of the pool that may get this request now. Without caps, trials and repeats: the pool's own tuple."""
+        """Those of the pool that may get this request now, those that were too busy a moment ago only among
+        themselves. Mostly the pool's own tuple."""
+        s = self._s
         pool = self.pool
         candidates = pool.candidates
-        cap = self._s.settings.max_in_flight_per_backend
+        cap = s.settings.max_in_flight_per_backend
         tried = self._tried
-        if not (tried or cap or pool.needs_filter):
+        busy_until = s.passive_health.busy_until
+        now = s.now() if busy_until else 0.0
+        if not (tried or cap or pool.needs_filter or busy_until > now):
             return candidates
-        return [
+        fit = [
             b
             for b in candidates
             if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is TRIAL and b.in_flight)
         ]
+        if busy_until > now:
+            return [b for b in fit if b.busy_until <= now] or fit
+        return fit
 
     def _worth_waiting(self) -> bool:
         """Somebody serves and has no room, or is just starting; a repeat does not wait for starters."""
@@ -236,7 +243,6 @@ class Exchange:
         s.passive_health.started(backend)
         s.strategy.placed(choice)
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
-        s.metrics.matched_predicted[backend.name] += choice.matched_tokens
         # a dead connection shows only after the request was written: what must not be sent twice gets a new one
         upstream = None if self._kind is CHANGE else s.pool.take(backend)
         if upstream is not None:
@@ -304,7 +310,7 @@ class Exchange:
         attempt.status = head.status
         attempt.head = head
         if head.status == 101:
-            if self._head.upgrade is None or self._head.upgrade.lower() != b"websocket":
+            if self._head.upgrade is None:
                 self._lose_upstream("it switched protocols unasked")
                 return
             self._begin_tunnel()
@@ -341,6 +347,7 @@ class Exchange:
             self._commit()
         elif verdict is First.ERROR:
             name = attempt.choice.backend.name
+            self._s.passive_health.attempt_failed(attempt.choice.backend)
             self._fail_attempt("error_event", upstream_error(f"Backend {name} failed before its first token."))
 
     def on_response_end(self) -> None:
@@ -353,11 +360,6 @@ class Exchange:
                 self._judge()
                 return
             self._commit()
-        backend = attempt.choice.backend
-        if usage.prompt_tokens is not None:
-            self._s.metrics.prompt_tokens[backend.name] += usage.prompt_tokens
-        if usage.cached_tokens is not None:
-            self._s.metrics.matched_reported[backend.name] += usage.cached_tokens
         self._end_attempt(
             COMPLETE,
             prompt_tokens=usage.prompt_tokens,
@@ -378,7 +380,7 @@ class Exchange:
         now = s.now()
         self._first_byte_at = self._last_byte_at = now
         choice = attempt.choice
-        s.passive_health.answered(choice.backend)
+        s.passive_health.answered(choice.backend, answer.status)
         s.strategy.first_byte(choice)
         s.metrics.ttft.observe(now - self._started_at)
         self._framer = attempt.upstream.framer if attempt.upstream is not None else None
@@ -506,7 +508,6 @@ class Exchange:
         assert attempt is not None
         attempt.judging = False
         if attempt.status in BUSY_STATUSES:
-            self._s.passive_health.answered(attempt.choice.backend)
             self._repeat_or_pass(repeat=True)
         else:
             self._downstream.deadline = None  # a check has its own time limit
@@ -521,8 +522,10 @@ class Exchange:
         assert attempt is not None
         assert attempt.head is not None
         if repeat and self._repeatable(sent=True):
+            backend = attempt.choice.backend
+            self._s.passive_health.answered(backend, attempt.head.status)
             reason = "busy" if attempt.status in BUSY_STATUSES else "broken"
-            error = upstream_error(f"Backend {attempt.choice.backend.name} answered {attempt.status}.")
+            error = upstream_error(f"Backend {backend.name} answered {attempt.status}.")
             self._fail_attempt(reason, error, HeldAnswer(attempt.head, attempt.choice, attempt.held or []))
         else:
             self._commit()
@@ -545,12 +548,13 @@ class Exchange:
         s = self._s
         attempt = self._attempt
         assert attempt is not None
-        repeat = self._repeatable(sent=attempt.sent)
+        repeat = self._repeatable(sent=attempt.sent) and (not attempt.sent or s.budget.spend())
         self._failure = LastFailure(error, answer or (self._failure.answer if self._failure is not None else None))
         self._tried.append(attempt.choice.backend)
-        self._enter(QUEUED)
+        if repeat:
+            self._enter(QUEUED)
         self._end_attempt(COMPLETE if answer is not None else FAILED)
-        if not repeat or (attempt.sent and not s.budget.spend()):
+        if not repeat:
             self._give_up()
             return
         s.metrics.retries[reason] += 1
@@ -616,7 +620,7 @@ class Exchange:
 
     def _queue_timeout(self) -> RouterError:
         if self.pool.candidates:
-            return queue_full(retry_after_s=1)
+            return queue_timeout(self._s.settings.queue_timeout_s)
         return describe_outage(self.pool)
 
     # -- the ends -----------------------------------------------------------------------------------------------------
@@ -706,6 +710,13 @@ class Exchange:
             attempt.upstream.discard()
             attempt.upstream = None
         attempt.guard.release()
+        if self._first_byte_at is not None and attempt.status == 200:  # its prompt was prefilled
+            name = attempt.choice.backend.name
+            counts = s.metrics
+            counts.matched_predicted[name] += attempt.choice.matched_tokens
+            counts.prompt_tokens[name] += attempt.choice.prompt_tokens if prompt_tokens is None else prompt_tokens
+            if cached_tokens is not None:
+                counts.matched_reported[name] += cached_tokens
         s.strategy.observe(
             attempt.choice,
             Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import orjson
-
+from router.errors import no_backend
 from router.metrics import CONTENT_TYPE as METRICS_TYPE
 from router.proxy.services import Services
 
@@ -20,20 +19,24 @@ class LocalAnswer(NamedTuple):
     is_error: bool = False
 
 
-def _state(status: int, word: str) -> LocalAnswer:
-    return LocalAnswer(status, JSON_TYPE, orjson.dumps({"status": word}), is_error=status >= 400)
+def _ok() -> LocalAnswer:
+    return LocalAnswer(200, JSON_TYPE, b'{"status":"ok"}')
 
 
 def _health(services: Services) -> LocalAnswer:
-    return _state(200, "ok") if services.registry.any_pool().candidates else _state(503, "no backend can serve")
+    return _ok() if services.registry.any_pool().candidates else _unready("No backend can serve.")
 
 
 def _live(services: Services) -> LocalAnswer:
-    return _state(200, "ok")
+    return _ok()
 
 
 def _ready(services: Services) -> LocalAnswer:
-    return _state(503, "draining") if services.draining else _health(services)
+    return _unready("The gateway is draining.") if services.draining else _health(services)
+
+
+def _unready(why: str) -> LocalAnswer:
+    return LocalAnswer(503, JSON_TYPE, no_backend(why).body(), is_error=True)
 
 
 def _models(services: Services) -> LocalAnswer:

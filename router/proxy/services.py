@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 class PassiveHealth(Protocol):
     """What exchanges tell of a backend's behaviour."""
 
+    busy_until: float  # clock.now(): before it some backend has been too busy a moment ago
+
     def started(self, backend: Backend) -> None: ...
 
     def connect_failed(self, backend: Backend) -> None: ...
 
     def attempt_failed(self, backend: Backend) -> None: ...
 
-    def answered(self, backend: Backend) -> None: ...
+    def answered(self, backend: Backend, status: int) -> None: ...
 
 
 class AccessSink(Protocol):

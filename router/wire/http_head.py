@@ -18,6 +18,8 @@ from native.body_framing import Framing
 from native.head_lines import HeadLines, drop_headers, find_header, sort_lines
 from router.errors import RouterError, bad_request
 
+# Seen before a head is whole, it can only end in a refusal: why wait for the rest?
+BARE_LF: Final = re.compile(rb"(?<!\r)\n")
 HEAD_END: Final = b"\r\n\r\n"
 
 _NONE: Final = Framing.NONE
@@ -192,7 +194,9 @@ def parse_request_head(raw: bytes) -> RequestHead:
         options = _options(lines.connection)
         if b"close" in options:
             head.keep_alive = False
-        if b"upgrade" in options:
+        # Of all upgrades only websocket is passed on: to ignore the others is what RFC 9110 section 7.8 allows, and an
+        # engine that takes an offer of h2c for more than that would lose the body.
+        if b"upgrade" in options and lines.upgrade is not None and lines.upgrade.lower() == b"websocket":
             head.upgrade = lines.upgrade
         if not options <= _COMMON_OPTIONS:
             head.kept = drop_headers(head.kept, options)

@@ -47,6 +47,9 @@ REQUEST_ID = re.compile(rb"\r\nx-request-id: ([^\r]*)\r\n")
 @dataclass(frozen=True)
 class HealthSettings:
     connect_failures: int = 3
+    failed_attempts: int = 5
+    interval_s: float = 2.0
+    unhealthy_after: int = 3
     silence_s: float = 2.0
     ejection_s: float = 1.0
     ejection_max_s: float = 8.0

@@ -154,6 +154,7 @@ REJECTED = {
     "health.unhealthy_after": ["0", "101"],
     "health.healthy_after": ["0", "101"],
     "health.connect_failures": ["0", "101"],
+    "health.failed_attempts": ["0", "1001"],
     "health.silence_s": ["0", "86401"],
     "health.ejection_s": ["0", "86401"],
     "health.ejection_max_s": ["0", "4.9"],

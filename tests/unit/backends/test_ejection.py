@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.backends.backend import Backend, State
-from router.backends.ejection import CONNECTIONS_FAIL, SILENT, Ejector
+from router.backends.ejection import ATTEMPTS_FAIL, CONNECTIONS_FAIL, SILENT, Ejector
 from router.backends.in_flight import InFlight
 from router.backends.registry import FleetEvent, Registry, StateChanged
 from router.clock import VirtualClock
@@ -19,6 +19,9 @@ from router.clock import VirtualClock
 @dataclass(frozen=True)
 class Settings:
     connect_failures: int = 2
+    failed_attempts: int = 5
+    interval_s: float = 2.0
+    unhealthy_after: int = 3
     silence_s: float = 30.0
     ejection_s: float = 5.0
     ejection_max_s: float = 60.0
@@ -56,7 +59,7 @@ class Fleet:
 
     def answer(self, backend: Backend) -> None:
         guard = self.start(backend)
-        self.ejector.answered(backend)
+        self.ejector.answered(backend, 200)
         guard.release()
 
     def keep_answering(self, backend: Backend, seconds: int) -> None:
@@ -157,12 +160,104 @@ def test_a_trial_that_ends_without_a_byte_has_failed() -> None:
     assert ejection_length(fleet, a) == 10
 
 
-def test_a_lost_attempt_says_nothing_of_a_backend_that_is_up() -> None:
+def test_attempts_that_fail_in_a_row_eject_a_backend_while_another_serves() -> None:
     fleet = Fleet("a", "b")
     a = fleet.backends[0]
-    for _ in range(10):
+    for _ in range(4):
+        fleet.ejector.attempt_failed(a)
+    fleet.answer(a)  # not in a row
+    for _ in range(4):
         fleet.ejector.attempt_failed(a)
     assert a.state is State.UP
+    fleet.ejector.attempt_failed(a)
+    assert (a.state, a.why) == (State.EJECTED, ATTEMPTS_FAIL)
+
+
+def test_server_errors_in_a_row_count_as_failed_attempts() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    for _ in range(5):
+        fleet.ejector.answered(a, 500)
+    assert a.state is State.EJECTED
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 503])
+def test_what_an_engine_says_of_a_request_or_of_its_own_limits_ejects_nobody(status: int) -> None:
+    fleet = Fleet("a", "b")
+    for _ in range(100):
+        fleet.ejector.answered(fleet.backends[0], status)
+    assert fleet.backends[0].state is State.UP
+
+
+def test_where_all_fail_alike_it_is_what_the_clients_send_and_nobody_more_is_ejected() -> None:
+    fleet = Fleet("a", "b", "c")
+    for _ in range(4):
+        for backend in fleet.backends:
+            fleet.ejector.answered(backend, 500)
+    for backend in fleet.backends:
+        fleet.ejector.answered(backend, 500)
+    assert sum(backend.serving for backend in fleet.backends) >= 1
+
+
+def test_the_only_backend_of_a_model_is_not_ejected_for_its_errors() -> None:
+    fleet = Fleet("a", "b", models={"a": ["m"], "b": ["other"]})
+    for _ in range(100):
+        fleet.ejector.answered(fleet.backends[0], 500)
+    assert fleet.backends[0].state is State.UP
+
+
+def test_a_trial_that_is_answered_with_an_error_is_over() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    fleet.registry.set_state(a, State.TRIAL, "on trial")
+    fleet.ejector.answered(a, 500)
+    assert a.state is State.EJECTED
+
+
+def test_after_a_busy_answer_others_come_first_for_longer_each_time_in_a_row() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    waits = []
+    for _ in range(8):
+        fleet.ejector.answered(a, 503)
+        waits.append(a.busy_until - fleet.clock.now())
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
+    assert fleet.ejector.busy_until == a.busy_until
+    fleet.answer(a)
+    fleet.ejector.answered(a, 429)
+    assert a.busy_until - fleet.clock.now() == 0.25
+
+
+def test_what_waits_on_a_backend_that_is_down_and_silent_is_let_go() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    told: list[Backend] = []
+    fleet.ejector.on_silent = told.append
+    guard = fleet.start(a)
+    fleet.clock.advance(5)
+    fleet.registry.set_state(a, State.DOWN, "its health checks fail")
+    assert told == []  # its health was asked three times in six seconds: until then nobody knows
+    fleet.clock.advance(2.5)
+    assert told
+    assert set(told) == {a}
+    guard.release()
+    told.clear()
+    fleet.clock.advance(60)
+    assert told == []
+
+
+def test_what_still_sends_though_its_health_checks_fail_is_left_alone() -> None:
+    fleet = Fleet("a", "b")
+    a = fleet.backends[0]
+    told: list[Backend] = []
+    fleet.ejector.on_silent = told.append
+    guard = fleet.start(a)
+    fleet.registry.set_state(a, State.DOWN, "its health checks fail")
+    for _ in range(20):
+        fleet.clock.advance(1)
+        a.last_byte_at = fleet.clock.now()
+    assert told == []
+    guard.release()
 
 
 def test_failures_of_attempts_begun_before_the_ejection_do_not_lengthen_it() -> None:

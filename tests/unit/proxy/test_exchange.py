@@ -370,6 +370,42 @@ def test_a_busy_answer_is_a_sign_of_life() -> None:
     world.rest()
 
 
+def test_an_engine_that_was_too_busy_is_not_asked_again_at_once() -> None:
+    world = world_of(whole(503), whole())
+    for _ in range(10):
+        assert only_answer(ask(world, seconds=0.01)).status == 200
+    assert received(world)[0] == 1
+    assert world.metrics.retries["busy"] == 1
+    world.rest()
+
+
+def test_where_all_are_too_busy_they_are_asked_all_the_same() -> None:
+    world = world_of(whole(429), whole(429))
+    for _ in range(3):
+        assert only_answer(ask(world, seconds=0.01)).status == 429
+    assert sum(received(world)) >= 3
+    world.rest()
+
+
+def test_an_engine_that_fails_each_request_at_once_does_not_keep_drawing_them() -> None:
+    """It looks idle, so every strategy that weighs load would prefer it."""
+    world = world_of(reset, whole(), strategy="prefixaware")
+    for number in range(40):
+        body = BODY.replace(b'"content":"', b'"content":"%d ' % number)
+        raw = request(b"POST", b"/v1/chat/completions", JSON, body=body)
+        assert only_answer(ask(world, raw, seconds=0.02)).status == 200
+    assert world.backend("e0").state in (State.EJECTED, State.TRIAL)
+    assert received(world)[0] < 10
+    world.rest()
+
+
+def test_a_failure_that_is_not_repeated_ends_in_the_phase_where_it_happened() -> None:
+    world = world_of(reset)
+    assert only_answer(ask(world)).status == 502
+    assert ended(world) == ["upstream@await_head"]
+    world.rest()
+
+
 # -- the retry table --------------------------------------------------------------------------------------------------
 
 
