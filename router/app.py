@@ -305,11 +305,31 @@ def _exchange_settings(config: Config) -> ExchangeSettings:
     )
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object a record, as the access lines have it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": record.created,
+            "kind": "log",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return orjson.dumps(told).decode()
+
+
 def run(config: Config) -> int:
     """Serve until a signal says to stop; returns the exit code."""
-    logging.basicConfig(
-        level=config.log.level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter()
+        if config.log.format == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler])
     try:
         return uvloop.run(_serve(config))
     except OSError as error:
