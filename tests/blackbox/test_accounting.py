@@ -132,7 +132,7 @@ def test_one_access_line_a_request_says_who_ended_it_and_where() -> None:
             whole: ("upstream@done", 200),
             left: ("client@await_head", 499),
             refused: ("gateway@read_body", 404),
-            broken: ("upstream@queued", 502),
+            broken: ("upstream@await_head", 502),
             local: ("gateway@done", 200),
         }
         assert found[whole]["client"] == "127.0.0.1"

@@ -314,5 +314,5 @@ def running_gateway(
                 gateway.wait_up(*(f"gpu-{at}" for at in range(len(urls))))
             yield gateway
             gateway.stop()
-            broken = [line for line in gateway.err.wait_end() if "Traceback" in line or " ERROR " in line]
+            broken = [line for line in gateway.err.wait_end() if "Traceback" in line or '"level":"error"' in line]
             assert broken == [], "\n".join(gateway.err.all())
