@@ -64,7 +64,6 @@ class Gateway:
             ),
         )
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
-        self.registry.subscribe(self._on_fleet_event)
         self.ejector = Ejector(self.registry, clock, config.health)
         self.ejector.on_silent = self._repeat_elsewhere
         self.health = HealthMonitor(
@@ -91,6 +90,7 @@ class Gateway:
             render_metrics=exporter.render,
             version_body=orjson.dumps({"version": __version__}),
         )
+        self.registry.subscribe(self._on_fleet_event)
         self.admin = AdminServer(
             config.admin.host,
             config.admin.port,
@@ -208,8 +208,7 @@ class Gateway:
                 self.services.pool.drop(backend)
                 if event.why == SILENT:
                     self._repeat_elsewhere(backend)
-        if hasattr(self, "services"):
-            self.services.admission.pump()
+        self.services.admission.pump()
 
     def _repeat_elsewhere(self, backend: Backend) -> None:
         for exchange in list(self.services.exchanges):

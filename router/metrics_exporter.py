@@ -75,13 +75,13 @@ class _GatewayCollector(Collector):
         matched += [((backend, "reported"), n) for backend, n in m.matched_reported.items()]
         yield _counter(
             "matched_tokens",
-            "Prompt tokens expected in a backend's cache at the choice, and reported cached by its answers.",
+            "Prompt tokens of answered requests: expected in the backend's cache at the choice, and reported cached.",
             ("backend", "kind"),
             matched,
         )
         yield _counter(
             "prompt_tokens",
-            "Prompt tokens reported by answers.",
+            "Prompt tokens of answered requests, as their usage told, else estimated.",
             ("backend",),
             (((backend,), n) for backend, n in m.prompt_tokens.items()),
         )
