@@ -16,7 +16,7 @@ import uvloop
 
 from router import __version__
 from router.admin import AdminServer
-from router.backends.backend import Backend, EngineReport
+from router.backends.backend import Backend, EngineReport, State
 from router.backends.ejection import SILENT, Ejector
 from router.backends.health import HealthMonitor, poll_session
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
@@ -149,12 +149,10 @@ class Gateway:
         if self.services.exchanges:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), self._config.timeouts.drain_s)
-        for exchange in list(self.services.exchanges):
-            exchange.on_shutdown()
+        self._end_exchanges()
 
     async def stop(self) -> None:
-        for exchange in list(self.services.exchanges):
-            exchange.on_shutdown()
+        self._end_exchanges()
         if self._server is not None:
             self._server.close()
         # what was written last leaves the process before its connections do
@@ -174,6 +172,11 @@ class Gateway:
         await asyncio.sleep(0)
         if self.access_log is not None:
             self.access_log.close()
+
+    def _end_exchanges(self) -> None:
+        self.services.admission.close()  # else each that ends would start the next
+        for exchange in list(self.services.exchanges):
+            exchange.on_shutdown()
 
     # -- what the parts tell each other -------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class Gateway:
                 event.after,
                 f" ({event.why})" if event.why else "",
             )
-            if not backend.serving:
+            if event.after not in (State.UP, State.TRIAL):  # not its present state, which may be another already
                 self.services.pool.drop(backend)
                 if event.why == SILENT:
                     self._repeat_elsewhere(backend)
@@ -215,6 +218,8 @@ class Gateway:
             exchange.on_backend_silent(backend)
 
     def _on_report(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
+        if now.shows_work_since(before):
+            backend.progressed_at = self.services.now()
         self.strategy.reported(backend, before, now)
 
     def _on_restart(self, backend: Backend) -> None:

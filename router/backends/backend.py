@@ -43,6 +43,16 @@ class EngineReport:
     prompt_tokens: float | None = None  # prompt tokens served, cached ones included
     started_at: float | None = None  # the process's start, Unix seconds by the engine's own clock
 
+    def shows_work_since(self, before: EngineReport) -> bool:
+        """Whether the engine did something between two reports. A hung one reports the same figures for ever."""
+        return (self.kv_usage, self.prompt_tokens, self.prefill_count, self.running, self.waiting) != (
+            before.kv_usage,
+            before.prompt_tokens,
+            before.prefill_count,
+            before.running,
+            before.waiting,
+        )
+
     @property
     def kv_capacity_tokens(self) -> int | None:
         """Tokens that the KV cache holds. The engine's own figure where it tells one: blocks x block size is wrong
@@ -75,6 +85,8 @@ class Backend:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> its /v1/models entry, every field kept
     in_flight: int = 0
     last_byte_at: float = float("-inf")  # clock.now() of the last response byte on any of its attempts
+    progressed_at: float = float("-inf")  # clock.now() of the last report that showed work
+    trial_open: bool = False  # the one request of its trial is under way
     waiting_since: float = float("-inf")  # clock.now() of the last start of an attempt on it
     connect_failures: int = 0  # in a row
     failures: int = 0  # attempts in a row without an answer, or answered with an error of the engine's own making

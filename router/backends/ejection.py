@@ -120,7 +120,7 @@ class Ejector:
             backend.busy_in_a_row += 1
             backend.busy_until = now + wait_s
             self.busy_until = max(self.busy_until, backend.busy_until)
-        elif status >= 500:
+        elif status >= 500 and status not in (501, 505):
             self.attempt_failed(backend)
             return
         else:
@@ -129,14 +129,17 @@ class Ejector:
             self._registry.set_state(backend, State.UP, "")
 
     def _another_serves(self, backend: Backend) -> bool:
-        """Somebody of its pool is not failing too: then it is this engine, and not what the clients send."""
-        return any(
-            other is not backend
-            and other.serving
-            and other.failures < self._settings.failed_attempts
-            and not backend.models.keys().isdisjoint(other.models)
-            for other in self._registry.backends
-        )
+        """More of its pool are well than are out: then it is this engine, and not what the clients send, which would
+        take one engine after the other."""
+        well = out = 0
+        for other in self._registry.backends:
+            if other is backend or backend.models.keys().isdisjoint(other.models):
+                continue
+            if other.state is _UP and not other.draining and other.failures < self._settings.failed_attempts:
+                well += 1
+            elif other.state in (State.EJECTED, State.TRIAL):
+                out += 1
+        return well > out
 
     # --- silence
 
@@ -151,12 +154,12 @@ class Ejector:
         for backend in self._registry.backends:
             if backend.in_flight == 0:
                 continue
-            heard_at = max(backend.last_byte_at, backend.waiting_since)
+            heard_at = max(backend.last_byte_at, backend.waiting_since, backend.progressed_at)
             if backend.state is State.DOWN:
                 if heard_at < down_heard_after and self.on_silent is not None:
                     self.on_silent(backend)
             elif (
-                backend.state in (State.UP, State.TRIAL)
+                (backend.state is _UP or (backend.state is _TRIAL and backend.trial_open))
                 and heard_at < heard_after
                 and self._another_answers(backend, heard_after)
             ):

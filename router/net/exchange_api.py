@@ -60,11 +60,15 @@ class UpstreamEvents(Protocol):
 
     def on_upstream_ready(self) -> None: ...
 
+    def on_broken(self) -> None:
+        """One of the above raised: a fault of ours. Called in the except clause."""
+
 
 class ConnectEvents(Protocol):
     def on_connected(self, upstream: Upstream) -> None: ...
 
-    def on_connect_failed(self, why: str) -> None: ...
+    def on_connect_failed(self, why: str, *, ours: bool = False) -> None:
+        """`ours`: it says nothing of the backend, as where we are out of file descriptors."""
 
 
 class ExchangeFactory(Protocol):

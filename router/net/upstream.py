@@ -89,7 +89,7 @@ class Upstream(asyncio.Protocol):
         self._lost = True
         if self._transport is None:
             return
-        if self._tunnel:  # what the client said last is still to be delivered
+        if self._tunnel and not self._unsent:  # what the client said last is still to be delivered
             self._transport.close()
         else:
             self._transport.abort()
@@ -113,6 +113,16 @@ class Upstream(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=65536, low=0)
 
     def data_received(self, data: bytes) -> None:
+        events = self._events
+        try:
+            self._receive(data)
+        except Exception:
+            if events is None:
+                raise
+            self.discard()
+            events.on_broken()
+
+    def _receive(self, data: bytes) -> None:
         events = self._events
         if events is None:  # an idle connection has nothing to say: it is poisoned
             self.discard()
@@ -159,11 +169,14 @@ class Upstream(asyncio.Protocol):
             return
         framer = self.framer
         ends_here = self._tunnel or (framer is not None and framer.until_close)
-        if exc is None and ends_here:
-            events.on_response_end()
-        else:
-            why = "the connection was reset" if exc is not None else "the connection was closed early"
-            events.on_upstream_lost(why, self._any_byte)
+        try:
+            if exc is None and ends_here:
+                events.on_response_end()
+            else:
+                why = "the connection was reset" if exc is not None else "the connection was closed early"
+                events.on_upstream_lost(why, self._any_byte)
+        except Exception:
+            events.on_broken()
 
     def pause_writing(self) -> None:
         self._unsent = True

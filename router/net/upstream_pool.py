@@ -7,6 +7,7 @@ before the engine does it, and the youngest idle one is used first.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from typing import Final
 
@@ -16,6 +17,10 @@ from router.net.exchange_api import ConnectEvents
 from router.net.upstream import Upstream
 
 IDLE_LIMIT: Final = 1024  # idle connections to one backend; a connection that comes free beyond it is closed
+
+
+# What the system refuses to us, whoever the backend is.
+OUR_LIMITS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS))
 
 
 class UpstreamPool:
@@ -39,10 +44,12 @@ class UpstreamPool:
     def take(self, backend: Backend) -> Upstream | None:
         """The idle connection used last, if one is still good."""
         idle = self._idle.get(backend)
+        while idle and not idle[-1].reusable:
+            idle.pop()  # it is closing
         if not idle:
             return None
         upstream = idle.pop()
-        if upstream.reusable and self._now() - upstream.idle_since < self._keepalive_s:
+        if self._now() - upstream.idle_since < self._keepalive_s:
             return upstream
         idle.append(upstream)
         self.drop(backend)  # the youngest is too old: so are the others
@@ -125,7 +132,7 @@ class _TaskConnecting:
         elif (error := task.exception()) is not None:
             upstream.never_connected()
             if events is not None:
-                events.on_connect_failed(describe(error))
+                events.on_connect_failed(describe(error), ours=isinstance(error, OSError) and error.errno in OUR_LIMITS)
         elif events is None:
             upstream.discard()
         elif not upstream.reusable:  # accepted and closed before this task woke up

@@ -79,7 +79,7 @@ class AccessLog:
 
 
 class _Writer:
-    """The thread. `pending_bytes` is written by both sides, each adding or subtracting under the interpreter's lock."""
+    """The thread. Of the two counts of bytes the loop writes one and the thread the other."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -120,7 +120,7 @@ def _text_line(at: float, line: AccessLine) -> bytes:
     served = ttft = b""
     if line.backend:
         served = b" model=%b backend=%b reason=%b matched=%d" % (
-            line.model.encode(),
+            _plain(line.model.encode()),  # the engine's word
             line.backend.encode(),
             line.reason.encode(),
             line.matched or 0,

@@ -39,6 +39,7 @@ class Attempt:
         "reused",
         "sent",
         "status",
+        "trial",
         "upstream",
     )
 
@@ -50,6 +51,7 @@ class Attempt:
         self.reused = False  # the connection had served before and may be dead
         self.sent = False  # some of the request may have reached the engine
         self.status: int | None = None
+        self.trial = False  # the one that its backend's trial hangs on
         self.head: ResponseHead | None = None
         self.held: list[bytes] | None = None  # body pieces kept back, framing included
         self.held_bytes = 0

@@ -153,12 +153,12 @@ class Exchange:
         head = self._head
         assert head is not None
         self._received_at = now = s.now()
-        answer = local_answer(head.method, head.path, s)
-        if answer is not None:
-            self._answer_locally(answer)
-            return
-        self._kind = path_kind(head.method, head.path)
         try:
+            answer = local_answer(head.method, head.path, s)
+            if answer is not None:
+                self._answer_locally(answer)
+                return
+            self._kind = path_kind(head.method, head.path)
             self.pool, self._request = read_routing(s, head, self._kind, body, now)
         except RouterError as error:
             self._answer_error(error)
@@ -214,7 +214,7 @@ class Exchange:
         fit = [
             b
             for b in candidates
-            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is TRIAL and b.in_flight)
+            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is TRIAL and b.trial_open)
         ]
         if busy_until > now:
             return [b for b in fit if b.busy_until <= now] or fit
@@ -239,6 +239,8 @@ class Exchange:
         self._choice = choice
         self._load = backend.in_flight
         attempt = self._attempt = Attempt(choice, InFlight(backend))
+        if backend.state is TRIAL:
+            attempt.trial = backend.trial_open = True
         s.admission.taken()
         s.passive_health.started(backend)
         s.strategy.placed(choice)
@@ -266,12 +268,13 @@ class Exchange:
         except Exception:
             self.on_broken()
 
-    def on_connect_failed(self, why: str) -> None:
+    def on_connect_failed(self, why: str, *, ours: bool = False) -> None:
         attempt = self._attempt
         assert attempt is not None
         attempt.connecting = None
         backend = attempt.choice.backend
-        self._s.passive_health.connect_failed(backend)
+        if not ours:
+            self._s.passive_health.connect_failed(backend)
         self._fail_attempt("connect", upstream_error(f"Backend {backend.name} cannot be reached: {why}."))
 
     def _send(self, upstream: Upstream) -> None:
@@ -499,8 +502,13 @@ class Exchange:
     def on_backend_silent(self, backend: Backend) -> None:
         """A backend was ejected for silence: what waits for its first byte there is repeated elsewhere if it may be."""
         attempt = self._attempt
-        if attempt is not None and attempt.choice.backend is backend and self._repeatable(sent=attempt.sent):
-            self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."))
+        if (
+            attempt is not None
+            and attempt.choice.backend is backend
+            and self._repeatable(sent=attempt.sent)
+            and (not attempt.sent or self._s.budget.spend())
+        ):
+            self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."), paid=True)
 
     def _judge(self) -> None:
         """A whole answer that says `busy` or `broken`: is another backend better, or is this the answer?"""
@@ -514,8 +522,13 @@ class Exchange:
             self._cancel_check = self._s.check_engine(attempt.choice.backend, self._on_engine_checked)
 
     def _on_engine_checked(self, alive: bool) -> None:
+        if self._cancel_check is None:
+            return  # the attempt ended while the verdict was on its way
         self._cancel_check = None
-        self._repeat_or_pass(repeat=not alive)
+        try:
+            self._repeat_or_pass(repeat=not alive)
+        except Exception:
+            self.on_broken()
 
     def _repeat_or_pass(self, repeat: bool) -> None:
         attempt = self._attempt
@@ -543,25 +556,25 @@ class Exchange:
         this = attempt.choice.backend if attempt is not None else None
         return any(b is not this and b not in self._tried for b in self.pool.candidates)
 
-    def _fail_attempt(self, reason: str, error: RouterError, answer: HeldAnswer | None = None) -> None:
-        """No byte went downstream: repeat elsewhere, or tell the client."""
+    def _fail_attempt(
+        self, reason: str, error: RouterError, answer: HeldAnswer | None = None, *, paid: bool = False
+    ) -> None:
+        """No byte went downstream: repeat elsewhere, or tell the client. `paid`: the budget was asked already."""
         s = self._s
         attempt = self._attempt
         assert attempt is not None
-        repeat = self._repeatable(sent=attempt.sent) and (not attempt.sent or s.budget.spend())
+        repeat = self._repeatable(sent=attempt.sent) and (paid or not attempt.sent or s.budget.spend())
         self._failure = LastFailure(error, answer or (self._failure.answer if self._failure is not None else None))
         self._tried.append(attempt.choice.backend)
         if repeat:
             self._enter(QUEUED)
-        self._end_attempt(COMPLETE if answer is not None else FAILED)
+            s.metrics.retries[reason] += 1
+            self._queued_at = s.now()
+            self._downstream.set_deadline(s.settings.queue_timeout_s)
+            s.admission.queue_repeat(self)
+        self._end_attempt(COMPLETE if answer is not None else FAILED)  # its place goes to the repeat first
         if not repeat:
             self._give_up()
-            return
-        s.metrics.retries[reason] += 1
-        self._queued_at = s.now()
-        s.admission.enter_again(self)
-        if self._phase is QUEUED:
-            self._downstream.set_deadline(s.settings.queue_timeout_s)
 
     def _give_up(self) -> None:
         """Nobody (else) can take it: what happened last is the answer."""
@@ -681,7 +694,10 @@ class Exchange:
         logger.exception("exchange %s broke in phase %s", self._request_id.decode("ascii", "replace"), self._phase)
         self._s.metrics.broken_exchanges += 1
         self._s.admission.leave(self)
-        self._end_attempt(FAILED)
+        try:
+            self._end_attempt(FAILED)
+        except Exception:
+            logger.exception("and its attempt could not be ended in order")
         if self._phase is STREAMING:
             self._downstream.abort()
             self._finish(BY_GATEWAY)
@@ -710,6 +726,8 @@ class Exchange:
             attempt.upstream.discard()
             attempt.upstream = None
         attempt.guard.release()
+        if attempt.trial:
+            attempt.choice.backend.trial_open = False
         if self._first_byte_at is not None and attempt.status == 200:  # its prompt was prefilled
             name = attempt.choice.backend.name
             counts = s.metrics
@@ -717,11 +735,13 @@ class Exchange:
             counts.prompt_tokens[name] += attempt.choice.prompt_tokens if prompt_tokens is None else prompt_tokens
             if cached_tokens is not None:
                 counts.matched_reported[name] += cached_tokens
-        s.strategy.observe(
-            attempt.choice,
-            Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
-        )
-        s.admission.released()
+        try:
+            s.strategy.observe(
+                attempt.choice,
+                Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
+            )
+        finally:
+            s.admission.released()
 
     def _finish(self, ended_by: EndedBy) -> None:
         """The one end of an exchange: its counts, its line, and its connection's next request. Once."""

@@ -182,6 +182,7 @@ class WatchedStrategy:
         self.real = real
         self.needs = real.needs
         self.open: dict[Choice, bool] = {}  # placed and not ended -> whether its first byte came
+        self.trials: dict[Backend, Choice] = {}  # the last one of each
         self.placed_count = 0
         self.outcomes: list[tuple[Choice, Outcome]] = []
 
@@ -198,7 +199,9 @@ class WatchedStrategy:
         cap = rules.max_in_flight_per_backend
         assert not cap or backend.in_flight <= cap, f"{backend} is over its cap of {cap}"
         if backend.state is State.TRIAL:
-            assert backend.in_flight == 1, f"{backend} is on trial and gets a second request"
+            assert self.trials.get(backend) not in self.open, f"{backend} is on trial and gets a second request"
+            assert backend.trial_open
+            self.trials[backend] = choice
         admission = self._world.admission
         assert not rules.max_in_flight or admission.in_flight <= rules.max_in_flight
         self.open[choice] = False
@@ -257,7 +260,6 @@ class World:
         )
         self.strategy = WatchedStrategy(self, real)
         self.pool = UpstreamPool(self.clock, rules.upstream_keepalive_s, rules.max_header_bytes)
-        self.registry.subscribe(self._on_fleet_event)
         self.ejector = Ejector(self.registry, self.clock, rules.health)
         self.admission = Admission(rules.max_in_flight, rules.max_queue)
         self.budget = RetryBudget(rules.retry_budget)
@@ -290,6 +292,8 @@ class World:
             render_metrics=lambda: b"metrics\n",
             version_body=b'{"version":"0"}',
         )
+        self.registry.subscribe(self._on_fleet_event)  # after the ejector, as app.Gateway does
+        self.ejector.on_silent = self._repeat_elsewhere
         self.connections: set[Downstream] = set()
         self._limits = DownstreamLimits(
             max_header_bytes=rules.max_header_bytes,
@@ -344,13 +348,15 @@ class World:
             self.strategy.forget(backend)
             self.pool.drop(backend)
             self.metrics.forget_backend(backend.name)
-        elif isinstance(event, StateChanged) and not backend.serving:
+        elif isinstance(event, StateChanged) and event.after not in (State.UP, State.TRIAL):
             self.pool.drop(backend)
-            if backend.why == SILENT:
-                for exchange in list(self.services.exchanges):
-                    exchange.on_backend_silent(backend)
-        if hasattr(self, "services"):
-            self.admission.pump()
+            if event.why == SILENT:
+                self._repeat_elsewhere(backend)
+        self.admission.pump()
+
+    def _repeat_elsewhere(self, backend: Backend) -> None:
+        for exchange in list(self.services.exchanges):
+            exchange.on_backend_silent(backend)
 
     # -- the fleet ----------------------------------------------------------------------------------------------------
 

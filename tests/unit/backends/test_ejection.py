@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.backends.backend import Backend, State
+from router.backends.backend import Backend, EngineReport, State
 from router.backends.ejection import ATTEMPTS_FAIL, CONNECTIONS_FAIL, SILENT, Ejector
 from router.backends.in_flight import InFlight
 from router.backends.registry import FleetEvent, Registry, StateChanged
@@ -49,6 +49,7 @@ class Fleet:
 
     def start(self, backend: Backend) -> InFlight:
         guard = InFlight(backend)
+        backend.trial_open = backend.state is State.TRIAL
         self.ejector.started(backend)
         return guard
 
@@ -204,6 +205,33 @@ def test_the_only_backend_of_a_model_is_not_ejected_for_its_errors() -> None:
     for _ in range(100):
         fleet.ejector.answered(fleet.backends[0], 500)
     assert fleet.backends[0].state is State.UP
+
+
+def test_requests_that_break_every_engine_take_out_a_minority() -> None:
+    fleet = Fleet("a", "b", "c", "d", "e")
+    for _ in range(20):
+        for backend in fleet.backends:
+            fleet.ejector.attempt_failed(backend)
+    assert sum(b.state is State.UP for b in fleet.backends) >= 3
+
+
+def test_an_engine_whose_reports_show_work_is_not_silent() -> None:
+    """A long answer that is not streamed has no byte until its end."""
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    guard = fleet.start(a)
+    for _ in range(100):
+        fleet.clock.advance(1)
+        a.progressed_at = fleet.clock.now()
+        fleet.answer(b)
+    assert a.state is State.UP
+    guard.release()
+
+
+def test_a_report_shows_work_by_what_changed() -> None:
+    idle = EngineReport(running=1.0, kv_usage=0.1, prompt_tokens=10.0)
+    assert not EngineReport(running=1.0, kv_usage=0.1, prompt_tokens=10.0, at=5.0).shows_work_since(idle)
+    assert EngineReport(running=1.0, kv_usage=0.2, prompt_tokens=10.0).shows_work_since(idle)
 
 
 def test_a_trial_that_is_answered_with_an_error_is_over() -> None:

@@ -132,12 +132,14 @@ class Told:
     def __init__(self) -> None:
         self.connected: Upstream | None = None
         self.failed: str | None = None
+        self.ours = False
 
     def on_connected(self, upstream: Upstream) -> None:
         self.connected = upstream
 
-    def on_connect_failed(self, why: str) -> None:
+    def on_connect_failed(self, why: str, *, ours: bool = False) -> None:
         self.failed = why
+        self.ours = ours
 
 
 class ScriptedLoop:

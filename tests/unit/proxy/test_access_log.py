@@ -82,6 +82,11 @@ def test_no_client_breaks_a_line_adds_a_field_or_makes_it_long(text: bytes, json
         assert line.count(b" ") == written(LINE, json_lines=False)[0].count(b" ")
 
 
+def test_no_engine_breaks_a_line_by_the_name_of_its_model() -> None:
+    (line,) = written(replace(LINE, model="m\nstatus=500 x"), json_lines=False)
+    assert b"model=m?status=500?x " in line
+
+
 def test_lines_come_in_order_and_none_is_lost_at_the_end() -> None:
     lines = [replace(LINE, load=number) for number in range(500)]
     assert [json.loads(line)["load"] for line in written(*lines, json_lines=True)] == list(range(500))

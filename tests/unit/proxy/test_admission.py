@@ -127,16 +127,43 @@ def test_without_a_queue_nobody_waits() -> None:
     assert desk.admission.depth == 0
 
 
-def test_a_repeat_goes_first_and_is_not_refused_by_a_full_queue() -> None:
+def test_a_repeat_takes_the_place_that_its_failed_attempt_gives_back() -> None:
     desk = Desk(max_in_flight=1, max_queue=1)
     desk.enter("x")
     desk.enter("a")
     repeat = Waiting(desk.admission, "r", desk.placed)
-    desk.admission.enter_again(repeat)
+    desk.admission.queue_repeat(repeat)
     assert repeat.error is None
+    assert desk.admission.queued_by_model() == {POOL.model: 2}
     desk.admission.released()
+    assert desk.placed == ["x", "r"]
     desk.admission.released()
     assert desk.placed == ["x", "r", "a"]
+
+
+def test_a_repeat_that_has_to_wait_holds_up_nobody() -> None:
+    """It avoids the backends that failed it; others do not."""
+    desk = Desk()
+    stuck, other = (Waiting(desk.admission, name, desk.placed) for name in ("stuck", "other"))
+    stuck.room = False
+    desk.admission.queue_repeat(stuck)
+    desk.admission.queue_repeat(other)
+    desk.enter("fresh")
+    desk.admission.pump()
+    assert desk.placed == ["fresh", "other"]
+    assert desk.admission.depth == 1
+    desk.admission.leave(stuck)
+    assert desk.admission.depth == 0
+
+
+def test_a_closed_admission_places_nobody() -> None:
+    desk = Desk(max_in_flight=1)
+    desk.enter("x")
+    desk.enter("a")
+    desk.admission.close()
+    desk.admission.released()
+    desk.enter("b")
+    assert desk.placed == ["x"]
 
 
 def test_one_who_leaves_is_not_placed_and_leaving_twice_changes_nothing() -> None:

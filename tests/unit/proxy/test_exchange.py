@@ -406,6 +406,72 @@ def test_a_failure_that_is_not_repeated_ends_in_the_phase_where_it_happened() ->
     world.rest()
 
 
+def test_a_repeat_under_a_cap_goes_before_those_who_wait() -> None:
+    world = world_of(reset_after(b"", 0.05), whole(), max_in_flight=1)
+    first, second = ask(world, seconds=0.0), ask(world, seconds=0.0)
+    world.run(1.0)
+    assert [only_answer(client).status for client in (first, second)] == [200, 200]
+    assert world.access_lines[0].attempts == 2  # the one that failed was the first to be answered
+    world.rest()
+
+
+def test_a_trial_is_not_held_up_by_an_old_stream() -> None:
+    world = world_of(stream(b"data: 1\n\n", last=False), whole())
+    streaming = ask(world, seconds=0.1)
+    backend = world.backend("e0")
+    assert backend.in_flight == 1
+    world.engines["e0"].handler = whole()
+    world.registry.set_state(world.backend("e1"), State.DOWN, "gone")
+    world.registry.set_state(backend, State.TRIAL, "on trial")
+    assert only_answer(ask(world, seconds=0.1)).status == 200
+    assert backend.state is State.UP
+    assert not backend.trial_open
+    streaming.abort()
+    world.run(0.1)
+    world.rest()
+
+
+def test_a_silent_backend_that_goes_on_trial_at_once_loses_its_requests_all_the_same() -> None:
+    """It is the only one with an adapter, so it may not stay out; the base model has another."""
+    world = World(Rules(strategy="roundrobin"), backends=2)
+    x, y = world.engines["e0"], world.engines["e1"]
+    x.handler, y.handler = silent, whole()
+    world.registry.set_models(world.backend("e0"), [{"id": "m"}, {"id": "adapter"}])
+    waiting = ask(world, seconds=0.01)
+    assert received(world) == [1, 0]
+    for _ in range(10):
+        world.registry.set_state(world.backend("e0"), world.backend("e0").state, "")
+        client = ask(world, seconds=0.5)
+        client.abort()
+        world.run(0.01)
+    assert only_answer(waiting).header(b"x-kvgate-backend") == b"e1"
+    world.run(30)
+
+
+@pytest.mark.parametrize("method", ["first_byte", "observe"])
+def test_a_strategy_that_raises_costs_one_exchange_and_no_place(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(whole(), max_in_flight=1)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    client = world.client()
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger("router.proxy.exchange"), "propagate", False)
+        patch.setattr(world.strategy, method, broken)
+        client.send(CHAT)
+        world.clock.advance(0.5)
+    assert world.metrics.broken_exchanges == 1
+    assert world.admission.in_flight == world.backend("e0").in_flight == 0
+    assert not world.services.exchanges
+    assert world.backend("e0").state is State.UP  # it is not to blame
+    world.metrics.broken_exchanges = 0
+    other = world.client()
+    other.send(CHAT)
+    world.clock.advance(0.5)
+    assert only_answer(other).status == 200
+
+
 # -- the retry table --------------------------------------------------------------------------------------------------
 
 
