@@ -19,7 +19,8 @@ COPY --from=build /opt/kvgate /opt/kvgate
 ENV PATH=/opt/kvgate/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 USER 10001
 EXPOSE 8080
-# Alive is what this asks, not whether engines are up: a gateway without engines must not be restarted for it.
+# Alive is what this asks, not whether engines are up: a gateway without engines must not be restarted for it. The data
+# port has to stay 8080 for it; map it to another outside, or give --health-cmd.
 HEALTHCHECK --interval=10s --timeout=2s --start-period=5s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/livez', timeout=1)"]
 # Exec form: kvgate is PID 1 and gets SIGTERM itself.
 ENTRYPOINT ["kvgate", "serve", "--host", "0.0.0.0"]

@@ -98,7 +98,7 @@ class Pool:
 
     @property
     def needs_filter(self) -> bool:
-        """A candidate is on trial: it may be chosen only while its in_flight is 0."""
+        """A candidate is on trial: it may be chosen only while no request of its trial is open."""
         if self._version != self._registry.version:
             self._renew()
         return self._needs_filter

@@ -27,7 +27,6 @@ class Upstream(asyncio.Protocol):
     def __init__(self, backend: Backend, max_head_bytes: int, released: Callable[[Upstream, bool], None]) -> None:
         self.backend = backend
         self.idle_since = 0.0
-        self.used = 0  # requests answered on it
         self.framer: BodyFramer | None = None
         self._max_head_bytes = max_head_bytes
         self._released = released
@@ -235,7 +234,6 @@ class Upstream(asyncio.Protocol):
 
     def _finish(self, events: UpstreamEvents) -> None:
         self._events = None
-        self.used += 1
         self.resume_reading()
         reusable = self._keep_alive and not self._unsent and self.reusable
         if not reusable:
