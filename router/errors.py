@@ -24,8 +24,7 @@ class Source(StrEnum):
 class RouterError(Exception):
     """An answer of ours in place of an engine's.
 
-    `status` and `code` go to the client; `retryable` says whether another backend could do better;
-    `retry_after_s` (seconds) becomes the Retry-After header.
+    `status` and `code` go to the client; `retry_after_s` (seconds) becomes the Retry-After header.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class RouterError(Exception):
         *,
         source: Source = Source.GATEWAY,
         param: str | None = None,
-        retryable: bool = False,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
@@ -45,7 +43,6 @@ class RouterError(Exception):
         self.message = message
         self.source = source
         self.param = param
-        self.retryable = retryable
         self.retry_after_s = retry_after_s
 
     @property
@@ -97,8 +94,8 @@ def queue_timeout(waited_s: float) -> RouterError:
 
 
 def upstream_error(message: str) -> RouterError:
-    return RouterError(502, "upstream_error", message, source=Source.UPSTREAM, retryable=True)
+    return RouterError(502, "upstream_error", message, source=Source.UPSTREAM)
 
 
 def upstream_timeout(message: str) -> RouterError:
-    return RouterError(504, "upstream_timeout", message, source=Source.UPSTREAM, retryable=True)
+    return RouterError(504, "upstream_timeout", message, source=Source.UPSTREAM)
