@@ -40,6 +40,7 @@ from router.wire.http_head import RequestHead
 logger = logging.getLogger("router")
 
 LISTEN_BACKLOG = 4096
+CHANGE_TOLD_S = 5.0
 
 
 class Gateway:
@@ -105,6 +106,7 @@ class Gateway:
             client_body_s=config.timeouts.client_body_s,
             client_keepalive_s=config.timeouts.client_keepalive_s,
         )
+        self._told: dict[tuple[str, State], float] = {}  # the fleet's changes in the log; by backends and states
         self.connections: set[Downstream] = set()
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
@@ -197,10 +199,12 @@ class Gateway:
             self.strategy.forget(event.backend)
             self.services.pool.drop(event.backend)
             self.metrics.forget_backend(event.backend.name)
+            for state in State:
+                self._told.pop((event.backend.name, state), None)
         elif isinstance(event, StateChanged):
             backend = event.backend
             logger.log(
-                logging.INFO if backend.serving else logging.WARNING,
+                self._level(event),
                 "backend %s: %s -> %s%s",
                 backend.name,
                 event.before,
@@ -212,6 +216,16 @@ class Gateway:
                 if event.why == SILENT:
                     self._repeat_elsewhere(backend)
         self.services.admission.pump()
+
+    def _level(self, event: StateChanged) -> int:
+        """A fleet that fails as a whole goes back and forth with every request: each kind of change is told once in
+        CHANGE_TOLD_S."""
+        now = self.services.now()
+        key = (event.backend.name, event.after)
+        if now - self._told.get(key, float("-inf")) < CHANGE_TOLD_S:
+            return logging.DEBUG
+        self._told[key] = now
+        return logging.INFO if event.after in (State.UP, State.TRIAL) else logging.WARNING
 
     def _repeat_elsewhere(self, backend: Backend) -> None:
         for exchange in list(self.services.exchanges):

@@ -86,6 +86,7 @@ class Backend:
     in_flight: int = 0
     last_byte_at: float = float("-inf")  # clock.now() of the last response byte on any of its attempts
     progressed_at: float = float("-inf")  # clock.now() of the last report that showed work
+    check_ok: bool = False  # its last health check was answered well
     trial_open: bool = False  # the one request of its trial is under way
     waiting_since: float = float("-inf")  # clock.now() of the last start of an attempt on it
     connect_failures: int = 0  # in a row

@@ -225,8 +225,17 @@ class Ejector:
             self._rescue()
 
     def _rescue(self) -> None:
-        """A fleet never locks itself out: where a model has no backend left that may serve, those of its ejected ones
-        that failed the fewest times go on trial at once."""
+        """A fleet never locks itself out: where a model has no backend left that may serve, those that were found down
+        and have answered their last health check serve at once, else those of its ejected ones that failed the fewest
+        times go on trial."""
+        for backend in self._registry.backends:
+            if (
+                backend.state is State.DOWN
+                and backend.check_ok
+                and not backend.draining
+                and not self._registry.others_serve(backend)
+            ):
+                self._registry.set_state(backend, State.UP, "")
         ejected = [b for b in self._records if b.state is State.EJECTED and not b.draining]
         if not ejected:
             return
@@ -237,8 +246,8 @@ class Ejector:
                 anything_serves = True
                 served.update(backend.models)
 
-        def failures(backend: Backend) -> int:
-            return self._records[backend].in_a_row
+        def failures(backend: Backend) -> tuple[bool, int]:
+            return (not backend.check_ok, self._records[backend].in_a_row)
 
         for _, equals in groupby(sorted(ejected, key=failures), key=failures):
             needed = [b for b in equals if not (anything_serves and b.models.keys() <= served)]

@@ -203,8 +203,11 @@ class HealthMonitor:
             return
         watch.failures = 0
         watch.successes += 1
+        backend.check_ok = True
+        # Where nobody else serves its models, one good check is enough: it is the only hope.
         returns = backend.state is State.STARTING or (
-            backend.state is State.DOWN and watch.successes >= self._settings.healthy_after
+            backend.state is State.DOWN
+            and (watch.successes >= self._settings.healthy_after or not self._registry.others_serve(backend))
         )
         if watch.models_due or returns:
             # Before it serves: an engine that comes back with another model must not get requests for the old one.
@@ -224,6 +227,7 @@ class HealthMonitor:
     def _failed(self, backend: Backend, watch: _Watch, why: str, enough: int) -> None:
         watch.successes = 0
         watch.failures += 1
+        backend.check_ok = False
         if backend.state in (State.STARTING, State.DOWN):
             self._registry.set_state(backend, backend.state, why)
         elif watch.failures >= enough:

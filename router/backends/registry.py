@@ -208,6 +208,16 @@ class Registry:
             self._listing = orjson.dumps({"object": "list", "data": list(entries.values())})
         return self._listing
 
+    def others_serve(self, backend: Backend) -> bool:
+        """Whether each of its models has another backend that serves. O(backends)."""
+        left = set(backend.models)
+        anybody = False
+        for other in self._snapshot:
+            if other is not backend and other.serving:
+                anybody = True
+                left.difference_update(other.models)
+        return anybody and not left
+
     # --- writing
 
     def add(

@@ -234,6 +234,39 @@ def test_a_report_shows_work_by_what_changed() -> None:
     assert EngineReport(running=1.0, kv_usage=0.2, prompt_tokens=10.0).shows_work_since(idle)
 
 
+def test_where_nobody_else_serves_the_one_that_answered_its_last_check_does() -> None:
+    """It was down, and waits for a second good check; then the last one that served dies."""
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.registry.set_state(a, State.DOWN, "its health checks fail")
+    a.check_ok = True
+    for _ in range(2):
+        fleet.refuse(b)
+    assert a.state is State.UP
+    assert b.state is State.EJECTED  # and no request goes to it for now
+
+
+def test_a_backend_whose_last_check_failed_is_not_called_back() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    fleet.registry.set_state(a, State.DOWN, "its health checks fail")
+    for _ in range(2):
+        fleet.refuse(b)
+    assert a.state is State.DOWN
+    assert b.state is State.TRIAL
+
+
+def test_of_the_ejected_the_one_that_answers_its_checks_goes_on_trial() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.backends
+    a.check_ok, b.check_ok = True, False
+    for backend in (a, b):
+        for _ in range(2):
+            fleet.refuse(backend)
+    assert a.state is State.TRIAL
+    assert b.state is State.EJECTED
+
+
 def test_a_trial_that_is_answered_with_an_error_is_over() -> None:
     fleet = Fleet("a", "b")
     a = fleet.backends[0]

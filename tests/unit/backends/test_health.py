@@ -175,7 +175,7 @@ async def test_only_failures_in_a_row_take_it_down() -> None:
 
 
 async def test_only_successes_in_a_row_bring_it_back_after_a_new_look_at_its_models() -> None:
-    async with watching() as (watched, (engine,)):
+    async with watching(engines=2) as (watched, (engine, _other)):
         engine.health_script = [200, 500, 500, 500, 200, 500, 200, 200]
         models_asked_at: list[int] = []
 
@@ -185,9 +185,19 @@ async def test_only_successes_in_a_row_bring_it_back_after_a_new_look_at_its_mod
 
         engine.handlers["/v1/models"] = models
         await watched.monitor.start()
-        await watched.until(lambda: [state for _, state in watched.states] == [State.UP, State.DOWN, State.UP])
+        await watched.until(
+            lambda: [state for name, state in watched.states if name == "e0"] == [State.UP, State.DOWN, State.UP]
+        )
         assert len(engine.requests["/health"]) == 8
         assert models_asked_at == [1, 8]
+
+
+async def test_where_nobody_else_serves_one_good_check_brings_it_back() -> None:
+    async with watching() as (watched, (engine,)):
+        engine.health_script = [200, 500, 500, 500, 200]
+        await watched.monitor.start()
+        await watched.until(lambda: [state for _, state in watched.states] == [State.UP, State.DOWN, State.UP])
+        assert len(engine.requests["/health"]) == 5
 
 
 async def test_a_refused_connection_takes_it_down_and_its_return_brings_it_back() -> None:
