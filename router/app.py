@@ -106,7 +106,7 @@ class Gateway:
             client_body_s=config.timeouts.client_body_s,
             client_keepalive_s=config.timeouts.client_keepalive_s,
         )
-        self._told: dict[tuple[str, State], float] = {}  # the fleet's changes in the log; by backends and states
+        self._told: dict[tuple[str, State], float] = {}  # when a backend's ejection and trial were last logged
         self.connections: set[Downstream] = set()
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
@@ -199,7 +199,7 @@ class Gateway:
             self.strategy.forget(event.backend)
             self.services.pool.drop(event.backend)
             self.metrics.forget_backend(event.backend.name)
-            for state in State:
+            for state in (State.EJECTED, State.TRIAL):
                 self._told.pop((event.backend.name, state), None)
         elif isinstance(event, StateChanged):
             backend = event.backend
@@ -218,13 +218,14 @@ class Gateway:
         self.services.admission.pump()
 
     def _level(self, event: StateChanged) -> int:
-        """A fleet that fails as a whole goes back and forth with every request: each kind of change is told once in
-        CHANGE_TOLD_S."""
-        now = self.services.now()
-        key = (event.backend.name, event.after)
-        if now - self._told.get(key, float("-inf")) < CHANGE_TOLD_S:
-            return logging.DEBUG
-        self._told[key] = now
+        """A fleet that fails as a whole goes from ejected to trial and back with every request: each of the two is told
+        once in CHANGE_TOLD_S."""
+        if event.after in (State.EJECTED, State.TRIAL):
+            now = self.services.now()
+            key = (event.backend.name, event.after)
+            if now - self._told.get(key, float("-inf")) < CHANGE_TOLD_S:
+                return logging.DEBUG
+            self._told[key] = now
         return logging.INFO if event.after in (State.UP, State.TRIAL) else logging.WARNING
 
     def _repeat_elsewhere(self, backend: Backend) -> None:
