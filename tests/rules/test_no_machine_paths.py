@@ -9,7 +9,7 @@ from tests.rules.source_tree import ROOT, tracked_files
 FORBIDDEN = re.compile(
     r"(?<![\w.~$}/-])/(?:work|workspace|root|home/[a-z][\w-]*|Users/\w+|tmp/[a-z]\w*)/[\w.-]"  # a path of a machine
     r"|(?:index-url|extra-index-url|find-links)\b"  # where packages come from is the environment's to say
-    r"|files\.pythonhosted\.org|(?:artifactory|nexus|devpi)[\w.-]*\.[a-z]{2,}"
+    r"|files\.pythonh[o]sted\.org|(?:artifactory|nexus|devpi)[\w.-]*\.[a-z]{2,}"
 )
 # file -> why it may hold one.
 ALLOWED: dict[str, str] = {
