@@ -10,6 +10,7 @@ and no repr ever shows one, nor a value that may be one by mistake.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import ipaddress
 import json
 import os
@@ -20,6 +21,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
+
+from router import tls
 
 STRATEGIES: Final = ("prefixaware", "kvaware", "session", "roundrobin", "leastload")
 
@@ -32,19 +35,13 @@ BACKENDS_LIMIT: Final = 4096
 NOT_BUILT: Final[Mapping[str, Callable[[Any], bool]]] = {
     # key path without indexes -> whether the value is one that already works. Remove a line when its feature is built.
     "server.workers": lambda value: value == 1,
-    "server.tls_cert": lambda value: value is None,
-    "server.tls_key": lambda value: value is None,
-    "admin.token_env": lambda value: value is None,
     "routing.kvaware.tokenization": lambda value: value == "auto",
     "routing.kvaware.tokenizer": lambda value: value is None,
     "routing.line.hold": lambda value: value == "auto",
     "kv_cache.l2": lambda value: value is None,
     "kv_cache.l2_format": lambda value: value == "lmcache",
-    "backends.url": lambda value: not value.startswith("https:"),
     "backends.kv_events": lambda value: value in ("auto", "off"),
-    "models.aliases": lambda value: not value,
     "models.tokenizers": lambda value: not value,
-    "auth.api_keys_file": lambda value: value is None,
     "redis.url": lambda value: value is None,
 }
 
@@ -217,7 +214,7 @@ def _listen_host() -> _Rule:
     return _Rule('an address or a hostname, such as "0.0.0.0", "::" or "localhost"', read)
 
 
-_BACKEND_URL: Final = "http://host:port, without path, query and credentials"
+_BACKEND_URL: Final = "http://host:port or https://host:port, without path, query and credentials"
 
 
 def _backend_url() -> _Rule:
@@ -323,6 +320,7 @@ class AdminConfig:
     host: str = _key("127.0.0.1", _listen_host())
     port: int = _key(9090, _integer(0, 65535))
     token_env: str | None = _key(None, _environment_name())
+    token: str | None = field(default=None, repr=False)  # not a key: the value of the variable that token_env names
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +387,8 @@ class BackendConfig:
     )
     api_key_env: str | None = _key(None, _environment_name())
     kv_events: str = _key("auto", _kv_events())
+    tls_ca: str | None = _key(None, _path())
+    tls_verify: bool = _key(True, _flag())
     api_key: str | None = field(default=None, repr=False)  # not a key: the value of the variable that api_key_env names
 
     @property
@@ -435,6 +435,7 @@ class TimeoutsConfig:
     client_body_s: float = _key(60.0, _seconds())
     client_keepalive_s: float = _key(75.0, _seconds())
     upstream_keepalive_s: float = _key(4.0, _seconds())
+    lame_duck_s: float = _key(1.0, _number(0.0, 3600.0, "seconds"))
     drain_s: float = _key(120.0, _number(0.0, 86_400.0, "seconds"))
 
 
@@ -466,6 +467,8 @@ class AuthConfig:
     """`[auth]`: without a file of keys the gateway is open."""
 
     api_keys_file: str | None = _key(None, _path())
+    # not a key: what the file holds, SHA-256 digest of a key -> its name; None: open
+    keys: Mapping[bytes, str] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +485,18 @@ class LogConfig:
     level: str = _key("info", _one_of("debug", "info", "warning", "error"))
     format: str = _key("text", _one_of("text", "json"))
     access: bool = _key(True, _flag())
+    decisions: str = _key("off", _one_of("off", "on", "production-stack"))
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """`[tracing]`: spans over OTLP/HTTP, with the extra `kvgate[otel]`. Without an endpoint no span is made."""
+
+    otlp_endpoint: str | None = _key(None, _url("http", "https"))
+    headers_env: str | None = _key(None, _environment_name())
+    sample_ratio: float = _key(1.0, _number(0.0, 1.0))
+    service_name: str = _key("kvgate", _text(r"[!-~]{1,128}", "1 to 128 visible ASCII characters"))
+    headers: str | None = field(default=None, repr=False)  # not a key: the value of the variable of headers_env
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,6 +525,7 @@ class Config:
     auth: AuthConfig = field(default_factory=AuthConfig)
     redis: RedisConfig = field(default_factory=RedisConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
 
 
@@ -534,8 +550,7 @@ def parse(
     document = _toml(source, name) if isinstance(source, bytes) else source
     faults: list[Fault] = []
     values = _read_table(Config, document, "", "", faults)
-    config = Config(**values)
-    config = replace(config, backends=_named(config.backends, os.environ if environ is None else environ, faults))
+    config = _with_secrets(Config(**values), os.environ if environ is None else environ, faults)
     faults.extend(_contradictions(config))
     if faults:
         raise ConfigError(faults)
@@ -738,6 +753,78 @@ def _named(
     return tuple(complete)
 
 
+def _with_secrets(config: Config, environ: Mapping[str, str], faults: list[Fault]) -> Config:
+    """With everything filled in that the file only points to."""
+    admin, tracing, auth = config.admin, config.tracing, config.auth
+    _try_certificates(config, faults)
+    return replace(
+        config,
+        admin=replace(admin, token=_secret(admin.token_env, "admin.token_env", environ, faults)),
+        backends=_named(config.backends, environ, faults),
+        tracing=replace(tracing, headers=_secret(tracing.headers_env, "tracing.headers_env", environ, faults)),
+        auth=replace(auth, keys=_api_keys(auth.api_keys_file, faults)),
+    )
+
+
+def _try_certificates(config: Config, faults: list[Fault]) -> None:
+    """The files are read again when they are used; here a bad one is named before anything starts."""
+    server = config.server
+    if server.tls_cert is not None and server.tls_key is not None:
+        try:
+            tls.server_context(server.tls_cert, server.tls_key)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            shown = f"{_shown(server.tls_cert)} with {_shown(server.tls_key)}: {tls.describe(error)}"
+            faults.append(
+                Fault("server.tls_cert", shown, "PEM files of a certificate and its private key, unencrypted")
+            )
+    for number, backend in enumerate(config.backends):
+        if backend.tls_ca is not None:
+            try:
+                tls.client_context(backend.tls_ca, verify=True)
+            except (OSError, ValueError) as error:
+                shown = f"{_shown(backend.tls_ca)}: {tls.describe(error)}"
+                faults.append(Fault(f"backends[{number}].tls_ca", shown, "a PEM file of CA certificates"))
+
+
+_API_KEY_LINE: Final = re.compile(r"([!-9;-~]{1,64}):(?:sha256:([0-9A-Fa-f]{64})|([!-~]{1,4096}))")
+
+
+def _api_keys(path: str | None, faults: list[Fault]) -> Mapping[bytes, str] | None:
+    """The keys of `auth.api_keys_file`: one a line, "name:key" or "name:sha256:HEX"; empty lines and such that begin
+    with # mean nothing. A fault names the line and never shows it."""
+    if path is None:
+        return None
+    where = "auth.api_keys_file"
+    try:
+        with Path(path).open("rb") as file:
+            source = file.read(FILE_LIMIT_BYTES + 1)
+    except OSError as error:
+        faults.append(Fault(where, f"{_shown(path)}: {error.strerror or 'unreadable'}", "a file that can be read"))
+        return None
+    if len(source) > FILE_LIMIT_BYTES:
+        faults.append(Fault(where, f"{_shown(path)}: too large", f"at most {FILE_LIMIT_BYTES} bytes"))
+        return None
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(source.decode("utf-8", "replace").splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        matched = _API_KEY_LINE.fullmatch(line)
+        if matched is None or (matched[3] is not None and matched[3].startswith("sha256:")):
+            expected = '"name:key" of 1 to 4096 visible ASCII characters, or "name:sha256:HEX"'
+            faults.append(Fault(where, f"{_shown(path)}, line {number}", expected))
+            continue
+        digest = bytes.fromhex(matched[2]) if matched[2] is not None else hashlib.sha256(matched[3].encode()).digest()
+        if digest in keys:
+            faults.append(Fault(where, f"{_shown(path)}, line {number}", "each key once"))
+        keys[digest] = matched[1]
+    if not keys and not any(fault.key_path == where for fault in faults):
+        faults.append(
+            Fault(where, f"{_shown(path)}: no key in it", "at least one key; leave it out for an open gateway")
+        )
+    return keys
+
+
 def _default_name(url: str) -> str:
     return url.partition("://")[2]
 
@@ -762,6 +849,17 @@ def _secret(variable: str | None, path: str, environ: Mapping[str, str], faults:
 def _contradictions(config: Config) -> Iterator[Fault]:
     """Values that are right alone and wrong together."""
     health, server, admin = config.health, config.server, config.admin
+    if (server.tls_cert is None) != (server.tls_key is None):
+        yield Fault(f"server.{'tls_cert' if server.tls_cert is None else 'tls_key'}", "missing", "both or neither")
+    for number, backend in enumerate(config.backends):
+        path = f"backends[{number}].tls_ca"
+        if backend.tls_ca is not None and not backend.url.startswith("https:"):
+            yield Fault(path, _shown(backend.tls_ca), "an https:// url with it")
+        elif backend.tls_ca is not None and not backend.tls_verify:
+            yield Fault(path, _shown(backend.tls_ca), "tls_verify = true with it")
+    for alias, model in config.models.aliases.items():
+        if model in config.models.aliases:
+            yield Fault(_join("models.aliases", alias), _shown(model), "a model of the fleet, not another alias")
     if health.ejection_max_s < health.ejection_s:
         yield Fault(
             "health.ejection_max_s", _shown(health.ejection_max_s), f"at least health.ejection_s, {health.ejection_s}"

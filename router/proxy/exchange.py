@@ -245,6 +245,7 @@ class Exchange:
         s.passive_health.started(backend)
         s.strategy.placed(choice)
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
+        s.decisions.add(self._request_id, self._attempts, self._load, now - self._received_at, choice)
         # a dead connection shows only after the request was written: what must not be sent twice gets a new one
         upstream = None if self._kind is CHANGE else s.pool.take(backend)
         if upstream is not None:

@@ -16,6 +16,7 @@ from router.metrics import Metrics
 from router.net.exchange_api import Connector
 from router.net.upstream_pool import UpstreamPool
 from router.proxy.admission import Admission
+from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
 from router.strategies.strategy import Need, Strategy
 
@@ -93,6 +94,7 @@ class Services:
     access_log: AccessSink | None
     render_metrics: Callable[[], bytes]
     version_body: bytes
+    decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
     draining: bool = False

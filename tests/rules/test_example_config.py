@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.config import NOT_BUILT, Config, key_paths, parse
+from tests.support.certificates import make_certificates
 
 EXAMPLE = Path(__file__).parents[2] / "config.example.toml"
 # Tables whose keys are the operator's own.
@@ -70,8 +71,13 @@ def test_defaults_of_optional_tables_are_shown_too(text):
     assert shown["backends.kv_events"] == by_path["backends.kv_events"]
 
 
-def test_every_optional_example_is_one_that_the_code_accepts_or_calls_not_built(text):
+def test_every_optional_example_is_one_that_the_code_accepts_or_calls_not_built(text, tmp_path):
     document = tomllib.loads(uncommented(text))
+    made = make_certificates(tmp_path)
+    (tmp_path / "keys").write_text("somebody:key")
+    document["server"] |= {"tls_cert": str(made.cert), "tls_key": str(made.key)}
+    document["backends"][0] |= {"url": "https://10.0.0.7:8000", "tls_ca": str(made.ca)}
+    document["auth"]["api_keys_file"] = str(tmp_path / "keys")
     for path in NOT_BUILT:
         *tables, key = path.split(".")
         place = document
@@ -81,7 +87,8 @@ def test_every_optional_example_is_one_that_the_code_accepts_or_calls_not_built(
         default = dict(key_paths())[path]
         if default is None or isinstance(default, dict):
             del place[key]
-    config = parse(document, environ={"ENGINE_KEY": "secret"})
+    environ = {"ENGINE_KEY": "secret", "KVGATE_ADMIN_TOKEN": "token", "OTLP_HEADERS": "authorization=x"}
+    config = parse(document, environ=environ)
     assert config.backends[0].name == "gpu-0"
     assert config.backends[0].api_key == "secret"
 

@@ -17,6 +17,7 @@ WALL_CLOCK = {
 ALLOWED: dict[tuple[str, str], str] = {
     ("router/proxy/access_log.py", "time.time"): "when a request ended, for people and log stores",
     ("router/proxy/access_log.py", "time.gmtime"): "writes that date",
+    ("router/proxy/decisions.py", "time.time"): "when a choice was made, for people and log stores",
     ("router/proxy/services.py", "time.time"): "the Date header",
     ("router/sim/cli.py", "time.time"): "dates in answers and KV events, as an engine writes them",
 }

@@ -2,6 +2,7 @@
 
 import json
 import math
+from hashlib import sha256
 
 import pytest
 
@@ -18,6 +19,7 @@ from router.config import (
     parse,
     with_flags,
 )
+from tests.support.certificates import make_certificates
 
 
 def config_of(text: str, environ: dict[str, str] | None = None) -> Config:
@@ -146,6 +148,7 @@ REJECTED = {
     "timeouts.client_body_s": ["0", "-0.5"],
     "timeouts.client_keepalive_s": ["0", "86401"],
     "timeouts.upstream_keepalive_s": ["0", "nan"],
+    "timeouts.lame_duck_s": ["-1", "3601"],
     "timeouts.drain_s": ["-1", "86401"],
     "retry.attempts": ["-1", "17", "1.0"],
     "retry.budget": ["-0.1", "1.1"],
@@ -163,6 +166,11 @@ REJECTED = {
     "log.level": ['"trace"', "1"],
     "log.format": ['"xml"', "true"],
     "log.access": ["1", '"true"'],
+    "log.decisions": ["true", '"yes"'],
+    "tracing.otlp_endpoint": ["1", '""', '"127.0.0.1:4318"'],
+    "tracing.headers_env": ["1", '"a=b"'],
+    "tracing.sample_ratio": ["-0.1", "1.1", "true"],
+    "tracing.service_name": ["1", '""', '"a b"'],
     "index.block_bytes": ["15", "65537", "128.0"],
     "index.memory_limit_bytes": ["1048575", "0"],
     "index.assumed_kv_tokens": ["0", "-1", "true"],
@@ -196,6 +204,8 @@ REJECTED_OF_A_BACKEND = {
     "weight": ["0", "-1", "1001", "inf", "true", '"1"'],
     "models": ['"m"', "[]", "5"],
     "api_key_env": ["5", '"a b"', '""', '"1A"'],
+    "tls_ca": ["1", '""'],
+    "tls_verify": ["1", '"no"'],
     "kv_events": ["true", '"on"', '"http://a:1"', '"tcp://a"', '"tcp://a:0"', '"tcp://a:65536"', '"tcp://*:1"'],
 }
 
@@ -336,22 +346,101 @@ def test_a_fault_reads_path_value_expectation():
     assert str(fault) == f'routing.strategy: "foo" (expected one of {expected})'
 
 
+# --- what the file only points to ------------------------------------------------------------------------------------
+
+
+def keys_file(tmp_path, text: str) -> str:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    return f'[auth]\napi_keys_file = "{file}"'
+
+
+def test_api_keys_are_read_plain_and_hashed_and_kept_as_digests(tmp_path):
+    hashed = sha256(b"other").hexdigest()
+    config = config_of(keys_file(tmp_path, f"# ours\n\nana:sk-1:2\r\n ben:sha256:{hashed.upper()}\n"))
+    assert config.auth.keys == {sha256(b"sk-1:2").digest(): "ana", sha256(b"other").digest(): "ben"}
+    assert "sk-1" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("secret-key-alone", ", line 1"),
+        ("a:ok\nb:has space", ", line 2"),
+        ("a:", ", line 1"),
+        (":key", ", line 1"),
+        ("a:sha256:12", ", line 1"),
+        ("a:sha256:" + "g" * 64, ", line 1"),
+        ("a:same\nb:same", ", line 2"),
+        ("# nothing\n", ": no key in it"),
+        ("a:\u00e4", ", line 1"),
+        ("a:" + "x" * 1024 * 1024, ": too large"),
+    ],
+)
+def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path, text, where):
+    fault = only_fault(keys_file(tmp_path, text))
+    assert fault.key_path == "auth.api_keys_file"
+    assert fault.value.endswith(where)
+    assert not any(secret in str(fault) for secret in ("secret-key-alone", "has space", "same"))
+
+
+def test_a_missing_file_of_keys_is_a_fault():
+    assert "No such file" in only_fault('[auth]\napi_keys_file = "/nonexistent/keys"').value
+
+
+def test_an_alias_names_a_model_and_no_other_alias():
+    aliases = '[models.aliases]\n"gpt-4o" = "llama"\n"gpt-4" = '
+    assert config_of(aliases + '"llama"').models.aliases == {"gpt-4o": "llama", "gpt-4": "llama"}
+    assert only_fault(aliases + '"gpt-4o"').key_path == "models.aliases.gpt-4"
+
+
+def test_a_certificate_and_its_key_come_together():
+    assert only_fault('[server]\ntls_cert = "/x"').key_path == "server.tls_key"
+    assert only_fault('[server]\ntls_key = "/x"').key_path == "server.tls_cert"
+
+
+def test_files_that_are_no_certificates_are_named(tmp_path):
+    (tmp_path / "c").write_text("no certificate")
+    both = f'tls_cert = "{tmp_path}/c"\ntls_key = "{tmp_path}/c"'
+    assert only_fault(f"[server]\n{both}").key_path == "server.tls_cert"
+    assert "No such file" in only_fault('[server]\ntls_cert = "/nonexistent/c"\ntls_key = "/nonexistent/c"').value
+    of_engine = f'[[backends]]\nurl = "https://a"\ntls_ca = "{tmp_path}/c"'
+    assert only_fault(of_engine).key_path == "backends[0].tls_ca"
+
+
+def test_a_ca_is_for_https_engines_whose_certificates_are_verified(tmp_path):
+    ca = f'tls_ca = "{make_certificates(tmp_path).ca}"'
+    assert config_of(f'[[backends]]\nurl = "https://a"\n{ca}').backends[0].url == "https://a:443"
+    assert only_fault(f'[[backends]]\nurl = "http://a"\n{ca}').key_path == "backends[0].tls_ca"
+    unverified = f'[[backends]]\nurl = "https://a"\n{ca}\ntls_verify = false'
+    assert only_fault(unverified).expected == "tls_verify = true with it"
+
+
+@pytest.mark.parametrize(
+    ("text", "variable"),
+    [
+        ('[admin]\ntoken_env = "V"', "admin.token_env"),
+        ('[tracing]\nheaders_env = "V"', "tracing.headers_env"),
+        ('[[backends]]\nurl = "http://a:1"\napi_key_env = "V"', "backends[0].api_key_env"),
+    ],
+)
+def test_a_secret_comes_from_its_variable_and_is_never_shown(text, variable):
+    config = parse(text.encode(), environ={"V": " s3cret\n"})
+    assert "s3cret" in (config.admin.token, config.tracing.headers, *(b.api_key for b in config.backends))
+    assert "s3cret" not in repr(config)
+    assert only_fault(text).key_path == variable
+
+
 # --- not built yet ---------------------------------------------------------------------------------------------------
 
 NOT_YET = {
     "server.workers": "[server]\nworkers = 2",
-    "server.tls_cert": '[server]\ntls_cert = "a.pem"',
-    "server.tls_key": '[server]\ntls_key = "a.pem"',
-    "admin.token_env": '[admin]\ntoken_env = "TOKEN"',
     "routing.kvaware.tokenization": '[routing.kvaware]\ntokenization = "local"',
     "routing.kvaware.tokenizer": '[routing.kvaware]\ntokenizer = "/m"',
     "routing.line.hold": '[routing.line]\nhold = "on"',
     "kv_cache.l2": '[kv_cache]\nl2 = "redis://a:1/0"',
-    "backends[0].url": '[[backends]]\nurl = "https://a"',
     "backends[0].kv_events": backend('kv_events = "tcp://[::1]:5557"'),
-    "models.aliases": '[models.aliases]\n"gpt-4o" = "m"',
     "models.tokenizers": '[models.tokenizers]\nm = "/m"',
-    "auth.api_keys_file": '[auth]\napi_keys_file = "/keys"',
     "redis.url": '[redis]\nurl = "redis://a:1/0"',
 }
 DEFAULTS_GIVEN = """
@@ -520,7 +609,6 @@ def test_without_flags_the_configuration_is_the_same():
     ("flags", "path"),
     [
         ({"backends": ["a:1"]}, "--backend"),
-        ({"backends": ["https://a:1"]}, "--backend"),
         ({"backends": ["http://a:1", "http://a:1/"]}, "--backend"),
         ({"strategy": "foo"}, "--strategy"),
         ({"host": "a b"}, "--host"),
