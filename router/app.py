@@ -6,23 +6,26 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import random
 import signal
+import ssl
 import sys
 from collections.abc import Callable
 
 import orjson
 import uvloop
 
-from router import __version__
+from router import __version__, tls
 from router.admin import AdminServer
 from router.backends.backend import Backend, EngineReport, State
 from router.backends.ejection import SILENT, Ejector
 from router.backends.health import HealthMonitor, poll_session
-from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Registry, StateChanged
+from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Reconfigured, Registry, StateChanged
 from router.build_info import request_path_compiled
 from router.clock import SystemClock
-from router.config import Config
+from router.config import Config, ConfigError
+from router.control import Control
 from router.index.prefix_index import PrefixTree
 from router.metrics import CONTENT_TYPE, Metrics
 from router.metrics_exporter import BackendFigures, Exporter, Snapshot
@@ -35,6 +38,9 @@ from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
 from router.strategies.registry import Dependencies
 from router.strategies.registry import build as build_strategy
+from router.strategies.strategy import Need
+from router.systemd import Notifier
+from router.tls import ClientContexts
 from router.wire.http_head import RequestHead
 
 logger = logging.getLogger("router")
@@ -44,50 +50,54 @@ CHANGE_TOLD_S = 5.0
 
 
 class Gateway:
-    """One data port, one admin port, and everything behind them."""
+    """One data port, one admin port, and everything behind them. `read` gives the configuration anew for a reload."""
 
-    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, config: Config, loop: asyncio.AbstractEventLoop, read: Callable[[], Config] | None = None
+    ) -> None:
         self._config = config
         self._loop = loop
         clock = SystemClock(loop)
         self.metrics = Metrics()
         self.registry = Registry(clock)
+        self.control = Control(config, read or (lambda: config), self.registry, self.metrics, self._apply)
         self.index = PrefixTree(config.index.memory_limit_bytes)
-        self.strategy = build_strategy(
-            config.routing.strategy,
-            config.routing,
-            Dependencies(
-                clock=clock,
-                rng=random.Random(),
-                mirror=self.index,
-                block_bytes=config.index.block_bytes,
-                assumed_kv_tokens=config.index.assumed_kv_tokens,
-            ),
+        self._strategy_parts = Dependencies(
+            clock=clock,
+            rng=random.Random(),
+            mirror=self.index,
+            block_bytes=config.index.block_bytes,
+            assumed_kv_tokens=config.index.assumed_kv_tokens,
         )
+        self._tls: ssl.SSLContext | None = None
+        self._client_tls = ClientContexts()
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
         self.ejector = Ejector(self.registry, clock, config.health)
         self.ejector.on_silent = self._repeat_elsewhere
         self.health = HealthMonitor(
-            self.registry, poll_session, clock, config.health, self._on_report, self._on_restart
+            self.registry,
+            poll_session,
+            clock,
+            config.health,
+            self._on_report,
+            self._on_restart,
+            contexts=self._client_tls,
         )
-        self.access_log: AccessLog | None = None
-        if config.log.access:
-            self.access_log = AccessLog(self.metrics, clock, sys.stdout.fileno(), config.log.format == "json")
         build = "compiled" if request_path_compiled() else "interpreted"
         exporter = Exporter(self.metrics, self._snapshot, __version__, build)
         self.services = Services(
             clock=clock,
             settings=_exchange_settings(config),
             registry=self.registry,
-            strategy=self.strategy,
+            strategy=build_strategy(config.routing.strategy, config.routing, self._strategy_parts),
             admission=Admission(config.limits.max_in_flight, config.limits.max_queue),
             budget=RetryBudget(config.retry.budget),
             pool=pool,
-            connector=TcpConnector(loop, pool),
+            connector=TcpConnector(loop, pool, self._client_tls),
             passive_health=self.ejector,
             check_engine=self._check_engine,
             metrics=self.metrics,
-            access_log=self.access_log,
+            access_log=None,
             render_metrics=exporter.render,
             version_body=orjson.dumps({"version": __version__}),
         )
@@ -100,12 +110,9 @@ class Gateway:
             metrics_content_type=CONTENT_TYPE,
             hit_accounting=self._hit_accounting,
         )
-        self._downstream_limits = DownstreamLimits(
-            max_header_bytes=config.limits.max_header_bytes,
-            max_body_bytes=config.limits.max_body_bytes,
-            client_body_s=config.timeouts.client_body_s,
-            client_keepalive_s=config.timeouts.client_keepalive_s,
-        )
+        self._downstream_limits = _downstream_limits(config)
+        self.access_log: AccessLog | None = None
+        self._open_access_log(config)
         self._told: dict[tuple[str, State], float] = {}  # when a backend's ejection and trial were last logged
         self.connections: set[Downstream] = set()
         self._server: asyncio.Server | None = None
@@ -116,9 +123,10 @@ class Gateway:
     async def start(self) -> tuple[int, int]:
         """Listen. Returns the data port and the admin port. OSError: a port is taken."""
         self._loop.set_exception_handler(self._on_loop_exception)
-        for b in self._config.backends:
-            self.registry.add(b.name, b.url, b.weight, b.api_key, b.models)
+        self.control.start()
         server = self._config.server
+        if server.tls_cert is not None and server.tls_key is not None:
+            self._tls = tls.server_context(server.tls_cert, server.tls_key)
         admin_port = await self.admin.start()
         try:
             self._server = await self._loop.create_server(
@@ -127,6 +135,8 @@ class Gateway:
                 server.port,
                 backlog=LISTEN_BACKLOG,
                 reuse_address=True,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._config.timeouts.client_body_s if self._tls is not None else None,
             )
         except OSError:
             await self.admin.stop()
@@ -140,9 +150,12 @@ class Gateway:
         gc.set_threshold(20_000, 20, 50)
         return self._server.sockets[0].getsockname()[1], admin_port
 
-    async def drain(self) -> None:
-        """No new connections, no further requests on the open ones; those under way have drain_s to end."""
+    async def drain(self, lame_duck: bool) -> None:
+        """readyz says no. After the lame-duck moment, in which those who have not noticed yet are still served, no new
+        connections and no further requests on the open ones; those under way have drain_s to end."""
         self.services.draining = True
+        if lame_duck:
+            await asyncio.sleep(self._config.timeouts.lame_duck_s)
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
@@ -180,6 +193,54 @@ class Gateway:
         for exchange in list(self.services.exchanges):
             exchange.on_shutdown()
 
+    # -- a new configuration ------------------------------------------------------------------------------------------
+
+    def _apply(self, new: Config) -> None:
+        """Everything but the fleet, which Control changes. Exchanges under way go on with the limits of their phase."""
+        old, self._config = self._config, new
+        services = self.services
+        services.settings = _exchange_settings(new)
+        services.admission.set_limits(new.limits.max_in_flight, new.limits.max_queue)
+        if new.retry.budget != old.retry.budget:
+            services.budget = RetryBudget(new.retry.budget)
+        services.pool.configure(new.timeouts.upstream_keepalive_s, new.limits.max_header_bytes)
+        self._downstream_limits = _downstream_limits(new)
+        self.health.configure(new.health)
+        self.ejector.configure(new.health)
+        if new.routing.strategy != old.routing.strategy:
+            self._change_strategy(new)
+        if new.log != old.log:
+            set_up_logging(new)
+            self._open_access_log(new)
+        self._client_tls.renew()
+        if self._tls is not None and new.server.tls_cert is not None and new.server.tls_key is not None:
+            try:
+                tls.load_pair(self._tls, new.server.tls_cert, new.server.tls_key)
+            except (OSError, ValueError) as error:  # replaced since it was checked a moment ago
+                logger.error("the old certificate stays: %s", tls.describe(error))
+        services.admission.pump()
+
+    def _change_strategy(self, new: Config) -> None:
+        """Two that both place by prefix share what is known of the caches; else it would age unseen, and is dropped."""
+        old = self.services.strategy
+        strategy = build_strategy(new.routing.strategy, new.routing, self._strategy_parts)
+        if Need.PREFIX_BLOCKS not in old.needs & strategy.needs:
+            for backend in self.registry.backends:
+                old.forget(backend)
+        for backend in self.registry.backends:
+            strategy.joined(backend)
+        self.services.use_strategy(strategy)
+
+    def _open_access_log(self, config: Config) -> None:
+        old = self.access_log
+        self.access_log = None
+        if config.log.access:
+            json_lines = config.log.format == "json"
+            self.access_log = AccessLog(self.metrics, self.services.clock, sys.stdout.fileno(), json_lines)
+        self.services.access_log = self.access_log
+        if old is not None:
+            self._loop.run_in_executor(None, old.close)  # it waits for whoever reads its lines
+
     # -- what the parts tell each other -------------------------------------------------------------------------------
 
     def open_exchange(self, downstream: Downstream, head: RequestHead | None) -> Exchange:
@@ -194,13 +255,16 @@ class Gateway:
 
     def _on_fleet_event(self, event: FleetEvent) -> None:
         if isinstance(event, BackendAdded):
-            self.strategy.joined(event.backend)
+            self.services.strategy.joined(event.backend)
         elif isinstance(event, BackendRemoved):
-            self.strategy.forget(event.backend)
+            self.services.strategy.forget(event.backend)
             self.services.pool.drop(event.backend)
-            self.metrics.forget_backend(event.backend.name)
-            for state in (State.EJECTED, State.TRIAL):
-                self._told.pop((event.backend.name, state), None)
+            if self.registry.get(event.backend.name) is None:  # else its successor has the name
+                self.metrics.forget_backend(event.backend.name)
+                for state in (State.EJECTED, State.TRIAL):
+                    self._told.pop((event.backend.name, state), None)
+        elif isinstance(event, Reconfigured):
+            self.health.ask_models(event.backend)
         elif isinstance(event, StateChanged):
             backend = event.backend
             logger.log(
@@ -235,12 +299,12 @@ class Gateway:
     def _on_report(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
         if now.shows_work_since(before):
             backend.progressed_at = self.services.now()
-        self.strategy.reported(backend, before, now)
+        self.services.strategy.reported(backend, before, now)
 
     def _on_restart(self, backend: Backend) -> None:
         logger.warning("backend %s is another process than before: its cache is taken for empty", backend.name)
-        self.strategy.forget(backend)
-        self.strategy.joined(backend)
+        self.services.strategy.forget(backend)
+        self.services.strategy.joined(backend)
 
     def _check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
         task = self._loop.create_task(self.health.check_now(backend))
@@ -264,7 +328,7 @@ class Gateway:
             "reported_tokens": self.metrics.matched_reported.get(backend.name, 0),
             "prompt_tokens": self.metrics.prompt_tokens.get(backend.name, 0),
         }
-        trust = self.strategy.trust_of(backend)
+        trust = self.services.strategy.trust_of(backend)
         if trust is not None:
             figures |= {
                 "predicted_tokens": trust.predicted_tokens,
@@ -276,12 +340,15 @@ class Gateway:
 
     def _snapshot(self) -> Snapshot:
         s = self.services
+        in_flight: dict[str, int] = {}  # one that is leaving may share its name with its successor
+        for b in self.registry.backends:
+            in_flight[b.name] = in_flight.get(b.name, 0) + b.in_flight
         return Snapshot(
             backends=[
                 BackendFigures(
                     name=b.name,
                     up=b.serving,
-                    in_flight=b.in_flight,
+                    in_flight=in_flight[b.name],
                     running=b.report.running,
                     waiting=b.report.waiting,
                     kv_usage=b.report.kv_usage,
@@ -290,6 +357,7 @@ class Gateway:
                     models=tuple(b.models),
                 )
                 for b in self.registry.backends
+                if self.registry.get(b.name) is b
             ],
             queue_depth=s.admission.depth,
             queued_by_model=s.admission.queued_by_model(),
@@ -324,6 +392,15 @@ def _exchange_settings(config: Config) -> ExchangeSettings:
     )
 
 
+def _downstream_limits(config: Config) -> DownstreamLimits:
+    return DownstreamLimits(
+        max_header_bytes=config.limits.max_header_bytes,
+        max_body_bytes=config.limits.max_body_bytes,
+        client_body_s=config.timeouts.client_body_s,
+        client_keepalive_s=config.timeouts.client_keepalive_s,
+    )
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a record, as the access lines have it."""
 
@@ -340,44 +417,68 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(told).decode()
 
 
-def run(config: Config) -> int:
-    """Serve until a signal says to stop; returns the exit code."""
+def set_up_logging(config: Config) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter()
         if config.log.format == "json"
         else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
-    logging.basicConfig(level=config.log.level.upper(), handlers=[handler])
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
+
+
+def run(config: Config, read: Callable[[], Config]) -> int:
+    """Serve until a signal says to stop; returns the exit code. `read` gives the configuration anew at a reload."""
+    set_up_logging(config)
     try:
-        return uvloop.run(_serve(config))
+        return uvloop.run(_serve(config, read))
     except OSError as error:
         print(f"kvgate: {error.strerror or error}", file=sys.stderr)
         return 1
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, read: Callable[[], Config]) -> int:
     loop = asyncio.get_running_loop()
-    gateway = Gateway(config, loop)
-    signals: asyncio.Queue[int] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    gateway = Gateway(config, loop, read)
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    loop.add_signal_handler(
-        signal.SIGHUP, logger.warning, "SIGHUP: reloading is not built yet; the configuration stays as it is"
-    )
     port, admin_port = await gateway.start()
-    print(f"listening on http://{_authority(config.server.host, port)}", flush=True)
+    scheme = "http" if config.server.tls_cert is None else "https"
+    print(f"listening on {scheme}://{_authority(config.server.host, port)}", flush=True)
     print(f"admin on http://{_authority(config.admin.host, admin_port)}", flush=True)
-    await signals.get()
+    notifier = Notifier(os.environ, os.getpid())
+    notifier.ready(f"listening on port {port}")
+    watchdog = loop.create_task(_tell_alive(notifier))
+    while (number := await signals.get()) is signal.SIGHUP:
+        notifier.reloading()
+        with contextlib.suppress(ConfigError):  # told already
+            await gateway.control.reload()
+        notifier.ready(f"listening on port {port}")
     logger.info("draining: %d requests under way", len(gateway.services.exchanges))
-    drain = loop.create_task(gateway.drain())
-    second = loop.create_task(signals.get())
+    notifier.stopping("draining")
+    # Whoever sends an interrupt sits at a terminal: no load balancer is to notice anything first.
+    drain = loop.create_task(gateway.drain(lame_duck=number is signal.SIGTERM))
+    second = loop.create_task(_next_stop(signals))
     await asyncio.wait((drain, second), return_when=asyncio.FIRST_COMPLETED)
-    for task in (drain, second):
+    for task in (drain, second, watchdog):
         task.cancel()
-    await asyncio.gather(drain, second, return_exceptions=True)
+    await asyncio.gather(drain, second, watchdog, return_exceptions=True)
     await gateway.stop()
+    notifier.close()
     return 0
+
+
+async def _next_stop(signals: asyncio.Queue[signal.Signals]) -> None:
+    while await signals.get() is signal.SIGHUP:
+        logger.warning("SIGHUP: no reload while draining")
+
+
+async def _tell_alive(notifier: Notifier) -> None:
+    """From the event loop, so that systemd restarts a gateway whose loop hangs."""
+    while notifier.watchdog_s is not None:
+        notifier.alive()
+        await asyncio.sleep(notifier.watchdog_s)
 
 
 def _authority(host: str, port: int) -> str:

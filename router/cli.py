@@ -77,18 +77,22 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.config is None and not arguments.backend:
         arguments.usage_error("one of -c FILE and --backend URL is needed")
-    loaded = config.Config() if arguments.config is None else config.load(arguments.config)
-    settings = config.with_flags(
-        loaded,
-        backends=arguments.backend,
-        strategy=arguments.strategy,
-        host=arguments.host,
-        port=arguments.port,
-        workers=arguments.workers,
-    )
+
+    def read() -> config.Config:
+        loaded = config.Config() if arguments.config is None else config.load(arguments.config)
+        return config.with_flags(
+            loaded,
+            backends=arguments.backend,
+            strategy=arguments.strategy,
+            host=arguments.host,
+            port=arguments.port,
+            workers=arguments.workers,
+        )
+
+    settings = read()
     from router import app
 
-    return app.run(settings)
+    return app.run(settings, read)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -97,14 +101,14 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.probe:
         from router.backends.probe import probe
 
-        for result in asyncio.run(probe(settings.backends)):
+        for result in asyncio.run(probe(settings.backends, kv_events=settings.routing.strategy == "kvaware")):
             print(result)
             for finding in result.findings:
                 print(finding, file=sys.stderr)
             findings += len(result.findings)
     if not findings:
         print("ok")
-    return 1 if findings else 0
+    return 2 if findings else 0
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -557,6 +557,57 @@ def parse(
     return config
 
 
+def parse_backend(table: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> BackendConfig:
+    """One table of `[[backends]]`. Raises ConfigError with every fault, key paths beginning at the table."""
+    try:
+        values = parse({"backends": [table]}, environ=environ)
+    except ConfigError as error:
+        faults = [replace(fault, key_path=fault.key_path.removeprefix("backends[0].")) for fault in error.faults]
+        raise ConfigError(faults) from None
+    return values.backends[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key whose value is another, both as they may be shown; for a backend, what became of it."""
+
+    key_path: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.key_path}: {self.before} -> {self.after}"
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """In the order of the file. Secrets show only that they changed."""
+    found = list(_table_changes(old, new, ""))
+    before, after = ({backend.name: backend for backend in config.backends} for config in (old, new))
+    for name in before.keys() - after.keys():
+        found.append(Change(f"backends.{_join('', name)}", before[name].url, "removed"))
+    for name, backend in after.items():
+        if name not in before:
+            found.append(Change(f"backends.{_join('', name)}", "absent", backend.url))
+        else:
+            found.extend(_table_changes(before[name], backend, f"backends.{_join('', name)}"))
+    return found
+
+
+def _table_changes(old: Any, new: Any, path: str) -> Iterator[Change]:
+    for spec in fields(old):
+        before, after = getattr(old, spec.name), getattr(new, spec.name)
+        where = _join(path, spec.name)
+        if before == after or "tables" in spec.metadata:
+            continue
+        if is_dataclass(before):
+            yield from _table_changes(before, after, where)
+        elif not spec.metadata:  # a secret, behind the key that names its place
+            yield Change(where, "(hidden)", "(hidden)")
+        else:
+            show = spec.metadata["rule"].show
+            yield Change(where, *("absent" if value is None else show(value) for value in (before, after)))
+
+
 def with_flags(
     config: Config,
     *,

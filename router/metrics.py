@@ -46,6 +46,7 @@ class Metrics:
         self.matched_predicted: defaultdict[str, int] = defaultdict(int)
         self.matched_reported: defaultdict[str, int] = defaultdict(int)
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self.reloads: dict[str, int] = {"ok": 0, "failed": 0}
         self.broken_exchanges = 0
         self.access_lines_dropped = 0
         self.ttft = Histogram(_WAIT_BUCKETS)

@@ -85,6 +85,9 @@ class _GatewayCollector(Collector):
             ("backend",),
             (((backend,), n) for backend, n in m.prompt_tokens.items()),
         )
+        yield _counter(
+            "config_reloads", "Reloads of the configuration.", ("result",), (((r,), n) for r, n in m.reloads.items())
+        )
         yield _counter("broken_exchanges", "Exchanges ended by a fault of the gateway.", (), [((), m.broken_exchanges)])
         yield _counter(
             "access_lines_dropped",

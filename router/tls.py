@@ -37,6 +37,24 @@ def client_context(ca: str | None, verify: bool) -> ssl.SSLContext:
     return context
 
 
+class ClientContexts:
+    """One context for each way to trust, read from disk once: it holds many certificates."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str | None, bool], ssl.SSLContext] = {}
+
+    def of(self, ca: str | None, verify: bool) -> ssl.SSLContext:
+        """Errors as of `client_context`. As many are kept as the fleet names."""
+        found = self._made.get((ca, verify))
+        if found is None:
+            found = self._made[ca, verify] = client_context(ca, verify)
+        return found
+
+    def renew(self) -> None:
+        """Read the files again at the next use."""
+        self._made.clear()
+
+
 def describe(error: Exception) -> str:
     """What is wrong with a file, in words without its content."""
     if isinstance(error, ssl.SSLError):

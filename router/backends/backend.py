@@ -66,7 +66,7 @@ class EngineReport:
 
 @dataclass(eq=False, slots=True)
 class Backend:
-    """Identity is the object: two with the same name never live at once, and a removed one is never revived.
+    """Identity is the object: one that is leaving may share its name with its successor, and is never revived.
 
     `slot` is its small number in the index, `in_flight` is written by InFlight alone, `state` by the registry alone.
     """
@@ -78,6 +78,8 @@ class Backend:
     weight: float = 1.0
     api_key: str | None = field(default=None, repr=False)
     configured_models: tuple[str, ...] | None = None
+    tls_ca: str | None = None  # a PEM file in place of the system's CAs
+    tls_verify: bool = True
     slot: int = -1
     state: State = State.STARTING
     draining: bool = False

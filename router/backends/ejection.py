@@ -75,14 +75,18 @@ class Ejector:
         self._registry = registry
         self._clock = clock
         self._now = clock.now
-        self._settings = settings
         self._records: dict[Backend, _Record] = {}
-        self._check_interval_s = max(min(settings.silence_s / 4, 1.0), 0.01)
+        self.configure(settings)
         self._check_timer = clock.call_later(self._check_interval_s, self._check_silence_again)
         self._unsubscribe = registry.subscribe(self._fleet_changed)
         self.busy_until = 0.0  # the latest of all backends: before it somebody is to be asked last
         # Called with a backend that is down and owes bytes: what waits for its first byte there may go elsewhere.
         self.on_silent: Callable[[Backend], object] | None = None
+
+    def configure(self, settings: EjectionSettings) -> None:
+        """Other settings; an ejection under way keeps the end that it was given."""
+        self._settings = settings
+        self._check_interval_s = max(min(settings.silence_s / 4, 1.0), 0.01)
 
     # --- what the proxy reports
 

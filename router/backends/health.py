@@ -25,6 +25,7 @@ from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, R
 from router.backends.vllm_metrics import BODY_LIMIT_BYTES as METRICS_LIMIT_BYTES
 from router.backends.vllm_metrics import parse
 from router.clock import Clock
+from router.tls import ClientContexts
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,10 @@ class HealthMonitor:
         on_report: Report,
         on_restart: Callable[[Backend], object],
         rng: random.Random | None = None,
+        contexts: ClientContexts | None = None,
     ) -> None:
         self._registry = registry
+        self._contexts = contexts or ClientContexts()
         self._make_session = session
         self._clock = clock
         self._settings = settings
@@ -131,6 +134,10 @@ class HealthMonitor:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def configure(self, settings: HealthSettings) -> None:
+        """Other settings, from the next round of each backend on."""
+        self._settings = settings
 
     async def check_now(self, backend: Backend) -> bool:
         """Ask /health at once: True if the engine is alive. If it is not, the backend is DOWN without further rounds,
@@ -177,13 +184,12 @@ class HealthMonitor:
     # --- rounds
 
     async def _rounds(self, backend: Backend, watch: _Watch) -> None:
-        interval_s = self._settings.interval_s
-        spread_s = min(interval_s, SPREAD_PER_BACKEND_S * len(self._registry.backends))
+        spread_s = min(self._settings.interval_s, SPREAD_PER_BACKEND_S * len(self._registry.backends))
         await self._sleep(self._rng.uniform(0.0, spread_s))
         while True:
             started_at = self._clock.now()
             await self._round(backend, watch)
-            next_at = started_at + interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            next_at = started_at + self._settings.interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
             await self._sleep(max(next_at - self._clock.now(), 0.0))
 
     async def _round(self, backend: Backend, watch: _Watch) -> None:
@@ -284,17 +290,21 @@ class HealthMonitor:
         assert self._session is not None
         headers = {"Authorization": f"Bearer {backend.api_key}"} if backend.api_key else None
         try:
+            tls = self._contexts.of(backend.tls_ca, backend.tls_verify) if backend.url.startswith("https:") else True
             async with asyncio.timeout(None) as limit:
                 timer = self._clock.call_later(self._settings.timeout_s, limit.reschedule, 0)
                 try:
                     async with self._session.get(
-                        backend.url + path, headers=headers, allow_redirects=False
+                        backend.url + path, headers=headers, allow_redirects=False, ssl=tls
                     ) as response:
                         yield response
                 finally:
                     timer.cancel()
         except TimeoutError:
             raise PollFailed(f"{path} does not answer within {self._settings.timeout_s:g} s") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = getattr(error.certificate_error, "verify_message", "") or "it does not match"
+            raise PollFailed(f"its certificate is not accepted: {why}") from None
         except aiohttp.ClientConnectorError as error:
             raise PollFailed(f"cannot connect: {_reason(error.os_error)}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:

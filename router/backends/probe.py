@@ -7,6 +7,7 @@ one of them sends never keeps the others from being asked.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,6 +19,7 @@ from router.backends import vllm_metrics
 from router.backends.backend import EngineReport
 from router.backends.models import BadModels, read_models
 from router.config import BackendConfig
+from router.tls import client_context
 
 ANSWER_LIMIT_BYTES: Final = vllm_metrics.BODY_LIMIT_BYTES
 AT_ONCE: Final = 32  # engines asked at the same time
@@ -66,17 +68,22 @@ class _NoAnswer(Exception):
 
 
 async def probe(
-    backends: Sequence[BackendConfig], *, timeout_s: float = 5.0, generation_timeout_s: float = 60.0
+    backends: Sequence[BackendConfig],
+    *,
+    kv_events: bool = True,
+    timeout_s: float = 5.0,
+    generation_timeout_s: float = 60.0,
 ) -> list[Probed]:
-    """One result per backend, in their order. `timeout_s` bounds each plain question; `generation_timeout_s` each of
-    the (at most two) completions of one token, which wait in the engine's queue like any other."""
+    """One result per backend, in their order. `kv_events`: whether they matter, as to kvaware. `timeout_s` bounds each
+    plain question; `generation_timeout_s` each of the (at most two) completions of one token, which wait in the
+    engine's queue like any other."""
     limit = asyncio.Semaphore(AT_ONCE)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, headers={"Accept-Encoding": "identity"}) as session:
 
         async def ask(backend: BackendConfig) -> Probed:
             async with limit:
-                return await _Engine(session, backend, timeout_s, generation_timeout_s).probe()
+                return await _Engine(session, backend, kv_events, timeout_s, generation_timeout_s).probe()
 
         results = await asyncio.gather(*map(ask, backends))
     _compare_block_sizes(results)
@@ -87,10 +94,19 @@ class _Engine:
     """The questions to one engine, in order; each `_ask` method returns findings and notes what it learned."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, backend: BackendConfig, timeout_s: float, generation_timeout_s: float
+        self,
+        session: aiohttp.ClientSession,
+        backend: BackendConfig,
+        kv_events: bool,
+        timeout_s: float,
+        generation_timeout_s: float,
     ) -> None:
         self._session = session
         self._backend = backend
+        self._kv_events = kv_events and backend.kv_events != "off"
+        self._tls: ssl.SSLContext | bool = True
+        if backend.url.startswith("https:"):
+            self._tls = client_context(backend.tls_ca, backend.tls_verify)
         self._timeout_s = timeout_s
         self._generation_timeout_s = generation_timeout_s
         self._headers = {} if backend.api_key is None else {"Authorization": f"Bearer {backend.api_key}"}
@@ -164,7 +180,7 @@ class _Engine:
             )
 
     async def _ask_kv_events(self) -> None:
-        if self._backend.kv_events == "off":
+        if not self._kv_events:
             return
         status, body = await self._get("/kv_event_sources")
         if status == 404:
@@ -209,7 +225,7 @@ class _Engine:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
-                    method, self._backend.url + path, data=body, headers=headers, allow_redirects=False
+                    method, self._backend.url + path, data=body, headers=headers, allow_redirects=False, ssl=self._tls
                 ) as response,
             ):
                 content = bytearray()
@@ -220,6 +236,9 @@ class _Engine:
                 return response.status, bytes(content)
         except TimeoutError:
             raise _NoAnswer(f"{path} does not answer within {timeout_s:g} s") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = getattr(error.certificate_error, "verify_message", "") or "it does not match"
+            raise _NoAnswer(f"its certificate is not accepted: {why} (tls_ca, tls_verify)") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _NoAnswer(f"{path} fails with {type(error).__name__}{_reason(error)}") from None
 

@@ -60,6 +60,13 @@ class DrainChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Its weight, key or configured models are others."""
+
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
 class ModelsChanged:
     """Names gained and lost; both are empty where only fields of an entry changed."""
 
@@ -71,7 +78,7 @@ class ModelsChanged:
 # By what two engines know that they serve one model: ("name", id) or ("root", root).
 Sign = tuple[str, str]
 
-FleetEvent = BackendAdded | BackendRemoved | StateChanged | DrainChanged | ModelsChanged
+FleetEvent = BackendAdded | BackendRemoved | StateChanged | DrainChanged | Reconfigured | ModelsChanged
 
 
 class Pool:
@@ -127,7 +134,8 @@ class Registry:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._by_name: dict[str, Backend] = {}
+        self._by_name: dict[str, Backend] = {}  # without those that are leaving: their names are free
+        self._leaving: list[Backend] = []  # deleted, with attempts still in flight
         self._snapshot: tuple[Backend, ...] = ()
         self._told: set[Backend] = set()  # those whose models are known, from the engine or from the configuration
         self._pools: dict[str, Pool] = {}
@@ -154,10 +162,14 @@ class Registry:
         return self._snapshot
 
     def get(self, name: str) -> Backend | None:
-        return self._by_name.get(name)
+        """The backend of that name; one that is leaving only where no other has taken its name."""
+        found = self._by_name.get(name)
+        if found is None:
+            found = next((backend for backend in self._leaving if backend.name == name), None)
+        return found
 
     def __contains__(self, backend: Backend) -> bool:
-        return self._by_name.get(backend.name) is backend
+        return self._by_name.get(backend.name) is backend or backend in self._leaving
 
     def pool(self, model: str) -> Pool | None:
         """The pool of a base model or LoRA adapter; None for a name that no backend listed when it last answered."""
@@ -227,11 +239,13 @@ class Registry:
         weight: float = 1.0,
         api_key: str | None = None,
         models: Sequence[str] | None = None,
+        tls_ca: str | None = None,
+        tls_verify: bool = True,
     ) -> Backend:
         """A new backend, in state STARTING. An empty name becomes host:port.
 
-        ValueError: a name that is taken (also by a deleted backend whose last attempt has not ended), a URL that is
-        not http(s)://host[:port], a weight that is not a positive number, or a fleet at its limit.
+        ValueError: a name that is taken (one that is leaving has given it back), a URL that is not http(s)://host[:port],
+        a weight that is not a positive number, or a fleet at its limit.
         """
         scheme, host, port = split_url(url)
         authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -250,6 +264,8 @@ class Registry:
             weight=weight,
             api_key=api_key,
             configured_models=tuple(models) if models is not None else None,
+            tls_ca=tls_ca,
+            tls_verify=tls_verify,
         )
         self._by_name[name] = backend
         self._snapshot = (*self._snapshot, backend)
@@ -261,15 +277,34 @@ class Registry:
         return backend
 
     def remove(self, name: str) -> Backend:
-        """No new work from now on; it leaves the fleet when its last attempt ends. KeyError: no such backend."""
-        backend = self._by_name[name]
-        if not backend.deleted:
-            backend.deleted = True
-            backend.draining = True
-            self._unlist_names(backend.models)
-            self._changed(DrainChanged(backend))
-            self.reap()
+        """No new work from now on, and its name is free; it leaves the fleet when its last attempt ends. KeyError: no
+        such backend."""
+        backend = self._named(name)
+        if backend.deleted:
+            return backend
+        del self._by_name[name]
+        self._leaving.append(backend)
+        backend.deleted = True
+        backend.draining = True
+        self._unlist_names(backend.models)
+        self._changed(DrainChanged(backend))
+        self.reap()
         return backend
+
+    def reconfigure(self, backend: Backend, weight: float, api_key: str | None, models: Sequence[str] | None) -> bool:
+        """Other values for one that stays; its state, load and cache stay too. True if that says anything new."""
+        if backend.deleted or backend not in self:
+            return False
+        configured = tuple(models) if models is not None else None
+        if (backend.weight, backend.api_key, backend.configured_models) == (weight, api_key, configured):
+            return False
+        backend.weight, backend.api_key = weight, api_key
+        if backend.configured_models != configured:
+            backend.configured_models = configured
+            # What it listed is kept until it is asked again; names that are no longer configured go at once.
+            self.set_models(backend, list(backend.models.values()))
+        self._changed(Reconfigured(backend))
+        return True
 
     def drain(self, name: str) -> Backend:
         """No new work until `undrain`; what is in flight goes on. KeyError: no such backend."""
@@ -319,12 +354,12 @@ class Registry:
         if self._reaper is not None:
             self._reaper.cancel()
             self._reaper = None
-        gone = [backend for backend in self._snapshot if backend.deleted and backend.in_flight == 0]
+        gone = [backend for backend in self._leaving if backend.in_flight == 0]
         for backend in gone:
-            del self._by_name[backend.name]
+            self._leaving.remove(backend)
             self._told.discard(backend)
-            self._snapshot = tuple(self._by_name.values())
-        if any(backend.deleted for backend in self._snapshot):
+            self._snapshot = tuple([other for other in self._snapshot if other is not backend])
+        if self._leaving:
             self._reaper = self._clock.call_later(REAP_INTERVAL_S, self.reap)
         for backend in gone:
             self._changed(BackendRemoved(backend))
@@ -377,7 +412,7 @@ class Registry:
     # --- models
 
     def _set_draining(self, name: str, draining: bool) -> Backend:
-        backend = self._by_name[name]
+        backend = self._named(name)
         if backend.deleted:
             if not draining:
                 raise ValueError(f"backend {name!r} is being removed")
@@ -386,6 +421,12 @@ class Registry:
             backend.draining = draining
             self._changed(DrainChanged(backend))
         return backend
+
+    def _named(self, name: str) -> Backend:
+        found = self.get(name)
+        if found is None:
+            raise KeyError(name)
+        return found
 
     def _list_names(self, models: Iterable[str]) -> None:
         for model in models:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
 from collections import deque
 from typing import Final
 
@@ -15,6 +16,7 @@ from router.backends.backend import Backend
 from router.clock import Clock, TimerHandle
 from router.net.exchange_api import ConnectEvents
 from router.net.upstream import Upstream
+from router.tls import ClientContexts
 
 IDLE_LIMIT: Final = 1024  # idle connections to one backend; a connection that comes free beyond it is closed
 
@@ -35,6 +37,11 @@ class UpstreamPool:
         self._sweep: TimerHandle | None = None
         self._closed = False
         self.open = 0  # connections made and not yet lost
+
+    def configure(self, keepalive_s: float, max_head_bytes: int) -> None:
+        """Other limits, for connections made or freed from now on."""
+        self._keepalive_s = keepalive_s
+        self._max_head_bytes = max_head_bytes
 
     def make(self, backend: Backend) -> Upstream:
         """A protocol for a new connection; it counts as open until it is lost."""
@@ -111,11 +118,17 @@ class _TaskConnecting:
 
     __slots__ = ("_events", "_task", "_upstream")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, upstream: Upstream, events: ConnectEvents) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, upstream: Upstream, events: ConnectEvents, contexts: ClientContexts
+    ) -> None:
         self._events: ConnectEvents | None = events
         self._upstream = upstream
         backend = upstream.backend
-        self._task = loop.create_task(loop.create_connection(lambda: upstream, backend.host, backend.port))
+        if backend.url.startswith("https:"):
+            opening = _open_tls(loop, upstream, contexts)
+        else:
+            opening = loop.create_connection(lambda: upstream, backend.host, backend.port)
+        self._task = loop.create_task(opening)
         self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:
@@ -141,19 +154,35 @@ class _TaskConnecting:
             events.on_connected(upstream)
 
 
+async def _open_tls(
+    loop: asyncio.AbstractEventLoop, upstream: Upstream, contexts: ClientContexts
+) -> tuple[asyncio.Transport, Upstream]:
+    """Within the task, so that a CA file that is gone by now fails like a connection."""
+    backend = upstream.backend
+    context = contexts.of(backend.tls_ca, backend.tls_verify)
+    return await loop.create_connection(lambda: upstream, backend.host, backend.port, ssl=context)
+
+
 class TcpConnector:
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: UpstreamPool) -> None:
+    """Connects to the host and port of a backend's URL, with TLS where that says https."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: UpstreamPool, contexts: ClientContexts) -> None:
         self._loop = loop
         self._pool = pool
+        self._contexts = contexts
 
     def connect(self, backend: Backend, events: ConnectEvents) -> _TaskConnecting:
-        return _TaskConnecting(self._loop, self._pool.make(backend), events)
+        return _TaskConnecting(self._loop, self._pool.make(backend), events, self._contexts)
 
 
 def describe(error: BaseException) -> str:
     """An error in words that fit a client's message: no address, no errno."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted ({error.verify_message.lower()})"
+    if isinstance(error, ssl.SSLError):
+        return "the TLS handshake failed"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return type(error).__name__

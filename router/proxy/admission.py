@@ -39,6 +39,11 @@ class Admission:
         self.in_flight = 0
         self.depth = 0
 
+    def set_limits(self, max_in_flight: int, max_queue: int) -> None:
+        """Other bounds; who is over one already stays. Call pump() when there may be more room."""
+        self._max_in_flight = max_in_flight
+        self._max_queue = max_queue
+
     @property
     def full(self) -> bool:
         return 0 < self._max_in_flight <= self.in_flight

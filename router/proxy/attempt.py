@@ -9,7 +9,7 @@ from router.backends.in_flight import InFlight
 from router.errors import RouterError
 from router.net.exchange_api import Connecting
 from router.net.upstream import Upstream
-from router.strategies.strategy import Choice
+from router.strategies.strategy import Choice, Strategy
 from router.wire.http_head import ResponseHead
 
 HELD_LIMIT_BYTES: Final = 65536  # of a response whose fate is open; one that is longer is passed on
@@ -39,12 +39,14 @@ class Attempt:
         "reused",
         "sent",
         "status",
+        "strategy",
         "trial",
         "upstream",
     )
 
-    def __init__(self, choice: Choice, guard: InFlight) -> None:
+    def __init__(self, choice: Choice, guard: InFlight, strategy: Strategy) -> None:
         self.choice = choice
+        self.strategy = strategy  # the one that chose, also where a reload has put another in its place
         self.guard = guard
         self.connecting: Connecting | None = None
         self.upstream: Upstream | None = None  # ours from the connection to the response's end

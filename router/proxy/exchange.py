@@ -238,12 +238,12 @@ class Exchange:
         self._attempts += 1
         self._choice = choice
         self._load = backend.in_flight
-        attempt = self._attempt = Attempt(choice, InFlight(backend))
+        attempt = self._attempt = Attempt(choice, InFlight(backend), s.strategy)
         if backend.state is TRIAL:
             attempt.trial = backend.trial_open = True
         s.admission.taken()
         s.passive_health.started(backend)
-        s.strategy.placed(choice)
+        attempt.strategy.placed(choice)
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
         s.decisions.add(self._request_id, self._attempts, self._load, now - self._received_at, choice)
         # a dead connection shows only after the request was written: what must not be sent twice gets a new one
@@ -385,7 +385,7 @@ class Exchange:
         self._first_byte_at = self._last_byte_at = now
         choice = attempt.choice
         s.passive_health.answered(choice.backend, answer.status)
-        s.strategy.first_byte(choice)
+        attempt.strategy.first_byte(choice)
         s.metrics.ttft.observe(now - self._started_at)
         self._framer = attempt.upstream.framer if attempt.upstream is not None else None
         self._stream = answer.event_stream
@@ -737,7 +737,7 @@ class Exchange:
             if cached_tokens is not None:
                 counts.matched_reported[name] += cached_tokens
         try:
-            s.strategy.observe(
+            attempt.strategy.observe(
                 attempt.choice,
                 Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
             )

@@ -107,8 +107,13 @@ class Services:
 
     def __post_init__(self) -> None:
         self.now = self.clock.now  # asked ten times a request
-        self.need_prefix = Need.PREFIX_BLOCKS in self.strategy.needs
-        self.need_session = Need.SESSION_KEY in self.strategy.needs
+        self.use_strategy(self.strategy)
+
+    def use_strategy(self, strategy: Strategy) -> None:
+        """For the choices to come; attempts under way end with the strategy that chose."""
+        self.strategy = strategy
+        self.need_prefix = Need.PREFIX_BLOCKS in strategy.needs
+        self.need_session = Need.SESSION_KEY in strategy.needs
 
     def next_request_id(self) -> bytes:
         self._id_count += 1

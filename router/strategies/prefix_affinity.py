@@ -531,6 +531,10 @@ class PrefixAffinity:
         """What is known of a backend, None for one that is not in the fleet."""
         return self._engines.get(backend)
 
+    def trust_all(self) -> None:
+        for engine in self._engines.values():
+            self.set_trust(engine, 1.0)
+
     def set_trust(self, engine: EngineState, trust: float) -> None:
         """What a matched token of this backend's is worth, 0 to 1."""
         engine.trust = trust

@@ -15,25 +15,30 @@ from router.strategies.session import Session
 from router.strategies.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dependencies:
-    """What strategies are built from. The mirror belongs to the strategy alone from then on."""
+    """What strategies are built from. The mirror belongs to their placement alone from then on, which is one object for
+    all strategies that are built from these: a change of strategy keeps what is known of the engines."""
 
     clock: Clock
     rng: Random
     mirror: PrefixMirror
     block_bytes: int
     assumed_kv_tokens: int  # capacity of an engine until it reports one
+    placement: PrefixAffinity | None = None
 
 
 def _placement(deps: Dependencies) -> PrefixAffinity:
-    return PrefixAffinity(
-        deps.clock,
-        deps.rng,
-        deps.mirror,
-        block_bytes=deps.block_bytes,
-        assumed_kv_tokens=deps.assumed_kv_tokens,
-    )
+    if deps.placement is None:
+        deps.placement = PrefixAffinity(
+            deps.clock,
+            deps.rng,
+            deps.mirror,
+            block_bytes=deps.block_bytes,
+            assumed_kv_tokens=deps.assumed_kv_tokens,
+        )
+    deps.placement.trust_all()  # whoever trusts less says so again
+    return deps.placement
 
 
 FACTORIES: dict[str, Callable[[Dependencies], Strategy]] = {

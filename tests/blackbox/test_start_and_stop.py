@@ -107,12 +107,47 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert gateway.access(stream)["ended"] == "gateway@streaming"
 
 
-def test_sighup_ends_nothing_and_says_that_it_reloads_nothing_yet() -> None:
-    with raw_engine() as engine, running_gateway([engine.url]) as gateway:
+def test_after_sigterm_a_load_balancer_has_a_moment_to_notice() -> None:
+    """Who has not seen readyz fail is still served; only the beginning of the moment is looked at."""
+    with raw_engine() as engine, running_gateway([engine.url], timeouts={"lame_duck_s": 3600.0}) as gateway:
+        assert gateway.request("GET", "/readyz").status == 200
+        gateway.kill(signal.SIGTERM)
+        gateway.err.wait(lambda line: "draining" in line)
+        assert gateway.request("GET", "/readyz").status == 503
+        assert gateway.request("GET", "/livez").status == 200
+        with gateway.send("POST", CHAT, BODY) as client:
+            engine.take().answer()
+            answer = client.read()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert client.closed()
+        gateway.kill(signal.SIGTERM)
+        assert gateway.wait() == 0
+
+
+def test_an_interrupt_at_the_terminal_ends_an_idle_gateway_without_that_moment() -> None:
+    with raw_engine() as engine, running_gateway([engine.url], timeouts={"lame_duck_s": 3600.0}) as gateway:
+        assert gateway.stop(signal.SIGINT) == 0
+
+
+def test_systemd_is_told_of_each_state(tmp_path: Path) -> None:
+    told = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    told.bind(str(tmp_path / "notify"))
+    told.settimeout(WAIT_S)
+    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+    with told, raw_engine() as engine, running_gateway([engine.url], environment=environment) as gateway:
+
+        def next_state() -> str:
+            while (message := told.recv(4096).decode()) == "WATCHDOG=1":
+                pass
+            return message.partition("\n")[0]
+
+        assert next_state() == "READY=1"
+        assert told.recv(4096) == b"WATCHDOG=1"
         gateway.kill(signal.SIGHUP)
-        gateway.err.wait(lambda line: "SIGHUP" in line)
-        with gateway.send("GET", "/livez") as alive:
-            assert alive.read().status == 200
+        assert [next_state(), next_state()] == ["RELOADING=1", "READY=1"]
+        gateway.kill(signal.SIGTERM)
+        assert next_state() == "STOPPING=1"
+        assert gateway.wait() == 0
 
 
 def test_draining_ends_with_its_time() -> None:

@@ -7,13 +7,14 @@ import pytest
 from tests.rules.source_tree import ROOT, imports, module_name, python_files
 
 STEPS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "metrics", "build_info", "tls"),
+    ("errors", "clock", "metrics", "build_info", "tls", "systemd"),
     ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
     ("index", "net", "learning"),
     ("strategies",),
     ("proxy",),
+    ("control",),
     ("admin",),
     ("app",),
     ("cli",),
@@ -106,7 +107,7 @@ def test_every_exception_is_still_needed():
         ("router/wire/http.py", "def f():\n    import router.proxy", "wire (step 2) imports proxy (step 6)"),
         ("router/errors.py", "from router.clock import Clock", "errors (step 0) imports clock (step 0)"),
         ("router/index/tree.py", "from router.net import x", "index (step 4) imports net (step 4)"),
-        ("router/app.py", "import router.cli", "app (step 8) imports cli (step 9)"),
+        ("router/app.py", "import router.cli", "app (step 9) imports cli (step 10)"),
         ("router/cli.py", "from router.sim import cli", "cli imports sim, which nothing imports"),
         ("router/sim/server.py", "from router.errors import RouterError", "sim imports errors: only"),
         ("router/odd.py", "import router.errors", "odd has no place in STEPS"),

@@ -79,7 +79,9 @@ class Lines:
 
 
 class GatewayProcess:
-    """A running `kvgate serve`. `out` and `err` are its lines; `backends` the names that its configuration gave."""
+    """A running `kvgate serve`. `out` and `err` are its lines; `file` its configuration, where that was generated."""
+
+    file: Path | None = None
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -173,6 +175,19 @@ class GatewayProcess:
         except AssertionError:
             raise AssertionError(f"kvgate_{name}{labels} is {seen}, not {value}") from None
 
+    # -- changes
+
+    def write_config(self, urls: Sequence[str], **tables: Any) -> None:
+        """A new file in place of its own, as gateway_config makes it; SIGHUP or POST /reload reads it."""
+        assert self.file is not None
+        self.file.write_text(toml(gateway_config(urls, **tables)))
+
+    def reload(self, result: str = "ok") -> None:
+        """SIGHUP, and its end: `ok` or `failed`."""
+        before = self.metric("config_reloads_total", result=result)
+        self.kill(signal.SIGHUP)
+        self.until_metric("config_reloads_total", before + 1, result=result)
+
     # -- what it holds
 
     def open_files(self) -> int:
@@ -252,12 +267,13 @@ def _is_table(value: Any) -> bool:
 
 
 def gateway_config(urls: Sequence[str], **tables: dict[str, Any]) -> dict[str, Any]:
-    """Backends gpu-0, gpu-1 ... at `urls`, free ports, JSON access lines, quick health checks; `tables` add to it or
-    win over it."""
+    """Backends gpu-0, gpu-1 ... at `urls`, free ports, JSON access lines, quick health checks, no lame-duck moment;
+    `tables` add to it or win over it."""
     config: dict[str, Any] = {
         "server": {"port": 0},
         "admin": {"port": 0},
         "routing": {},
+        "timeouts": {"lame_duck_s": 0.0},
         "health": {"interval_s": 0.2, "healthy_after": 1},
         "log": {"format": "json"},
         "backends": [{"url": url, "name": f"gpu-{at}"} for at, url in enumerate(urls)],
@@ -310,6 +326,7 @@ def running_gateway(
         file = Path(folder) / "kvgate.toml"
         file.write_text(toml(gateway_config(urls, **tables)))
         with serving("-c", str(file), environment=environment) as gateway:
+            gateway.file = file
             if wait:
                 gateway.wait_up(*(f"gpu-{at}" for at in range(len(urls))))
             yield gateway

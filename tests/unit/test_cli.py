@@ -16,7 +16,7 @@ def served(monkeypatch):
     """Stands in for the gateway; collects the configurations that it was started with."""
     started: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, read: object) -> int:
         started.append(config)
         return 0
 
@@ -32,7 +32,7 @@ def probed(monkeypatch):
     """Stands in for asking the engines; what it holds is what they answer."""
     results: list[Probed] = []
 
-    async def probe(backends):
+    async def probe(backends, *, kv_events):
         assert len(backends) == 1
         return results
 
@@ -83,7 +83,7 @@ def test_flags_of_serve_win_over_the_file(served, file):
 
 
 def test_the_exit_code_of_the_gateway_is_the_commands(monkeypatch, served):
-    monkeypatch.setattr(sys.modules["router.app"], "run", lambda config: 1)
+    monkeypatch.setattr(sys.modules["router.app"], "run", lambda config, read: 1)
     assert cli.main(["serve", "--backend", "http://a:1"]) == 1
 
 
@@ -153,9 +153,9 @@ def test_probe_of_ready_engines_says_what_they_are_and_ok(file, probed, capsys):
     assert capsys.readouterr().out == "a:1: models m; block size 16 tokens; 100 blocks\nok\n"
 
 
-def test_probe_with_an_unmet_precondition_names_it_on_stderr_and_ends_with_1(file, probed, capsys):
+def test_probe_with_an_unmet_precondition_names_it_on_stderr_and_ends_with_2(file, probed, capsys):
     probed.append(Probed("a:1", findings=[Finding("a:1", "prefix caching is off", "start it with --foo")]))
-    assert cli.main(["check", "-c", str(file), "--probe"]) == 1
+    assert cli.main(["check", "-c", str(file), "--probe"]) == 2
     output = capsys.readouterr()
     assert output.err == "a:1: prefix caching is off; start it with --foo\n"
     assert "ok" not in output.out
@@ -183,7 +183,7 @@ def test_late_commands_bring_their_own_arguments_and_are_imported_only_when_aske
 
 
 def test_an_interrupt_ends_without_a_traceback(monkeypatch, served, capsys):
-    def interrupted(config):
+    def interrupted(config, read):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["router.app"], "run", interrupted)

@@ -19,6 +19,7 @@ from router.backends.registry import (
     DrainChanged,
     FleetEvent,
     ModelsChanged,
+    Reconfigured,
     Registry,
     StateChanged,
     split_url,
@@ -341,17 +342,41 @@ def test_a_bad_weight_is_refused(registry: Registry, weight: float) -> None:
         registry.add("a", "http://a", weight)
 
 
-def test_two_with_one_name_never_live_at_once(registry: Registry) -> None:
+def test_a_name_is_free_as_soon_as_its_backend_leaves(registry: Registry) -> None:
     a = registry.add("a", "http://a")
     with pytest.raises(ValueError, match="exists"):
         registry.add("a", "http://other")
     guard = InFlight(a)
     registry.remove("a")
-    with pytest.raises(ValueError, match="exists"):
-        registry.add("a", "http://other")
+    assert registry.get("a") is a
+    successor = registry.add("a", "http://other")
+    assert registry.get("a") is successor
+    assert a in registry
+    assert registry.backends == (a, successor)
+    registry.drain("a")
+    assert successor.draining
     guard.release()
     registry.reap()
-    assert registry.add("a", "http://other") is not a
+    assert registry.backends == (successor,)
+    assert a not in registry
+    assert successor in registry
+
+
+def test_a_backend_that_stays_gets_other_values_and_keeps_the_rest(registry: Registry) -> None:
+    a = serving(registry, "a", "m")
+    told: list[FleetEvent] = []
+    registry.subscribe(told.append)
+    assert not registry.reconfigure(a, 1.0, None, None)
+    assert told == []
+    assert registry.reconfigure(a, 2.0, "key", ["n"])
+    assert (a.weight, a.api_key, list(a.models), a.state) == (2.0, "key", ["n"], State.UP)
+    assert told[-1] == Reconfigured(a)
+    assert registry.pool("m") is None
+    assert registry.reconfigure(a, 2.0, "key", None)
+    registry.set_models(a, [entry("m"), entry("n")])
+    assert registry.known_models() == ["m", "n"]
+    registry.remove("a")
+    assert not registry.reconfigure(a, 3.0, None, None)
 
 
 def test_the_fleet_has_a_limit(registry: Registry) -> None:
@@ -544,8 +569,7 @@ def test_whatever_happens_the_pools_are_what_a_scan_of_the_fleet_gives(script: l
     for operation, name, argument in script:
         backend = registry.get(name)
         if operation == "add":
-            if backend is None:
-                held[name] = []
+            if backend is None or backend.deleted:
                 registry.add(name, f"http://{name}", models=argument)
         elif backend is None:
             continue

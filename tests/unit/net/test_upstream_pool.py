@@ -13,6 +13,7 @@ from router.backends.backend import Backend
 from router.clock import SystemClock, VirtualClock
 from router.net.upstream import Upstream
 from router.net.upstream_pool import IDLE_LIMIT, TcpConnector, UpstreamPool, describe
+from router.tls import ClientContexts
 from tests.support.scripted import Client
 from tests.support.transports import Network
 
@@ -162,7 +163,7 @@ def connecting(dial: Callable[[Upstream, Pools], Awaitable[None]], *, cancel: bo
 
     async def play() -> None:
         loop: Any = ScriptedLoop(lambda upstream: dial(upstream, pools))
-        attempt = TcpConnector(loop, pools.pool).connect(BACKEND, told)
+        attempt = TcpConnector(loop, pools.pool, ClientContexts()).connect(BACKEND, told)
         await asyncio.sleep(0)
         if cancel:
             attempt.cancel()
@@ -300,7 +301,9 @@ def test_a_connection_given_up_at_the_moment_it_is_made_is_counted_down(run: Cal
             def cancel() -> None:
                 attempts[0].cancel()
 
-            attempts.append(TcpConnector(_LoopOfTold(loop, cancel), pool).connect(backend, _NoEvents()))
+            attempts.append(
+                TcpConnector(_LoopOfTold(loop, cancel), pool, ClientContexts()).connect(backend, _NoEvents())
+            )
             assert pool.open == 1
             await asyncio.wait_for(gone, 10)
             for _ in range(10):  # whatever the loop still has to tell
