@@ -108,7 +108,10 @@ def test_the_strategy_changes_and_what_is_known_of_the_caches_stays() -> None:
 
 
 def test_a_strategy_that_changes_while_requests_run_loses_no_count() -> None:
-    with raw_engine() as engine, running_gateway([engine.url], routing={"strategy": "prefixaware"}) as gateway:
+    with (
+        raw_engine() as engine,
+        running_gateway([engine.url], routing={"strategy": "prefixaware"}) as gateway,
+    ):
         with gateway.send("POST", CHAT, BODY) as one, gateway.send("POST", CHAT, BODY) as other:
             first, second = engine.take(), engine.take()
             gateway.write_config([engine.url], routing={"strategy": "roundrobin"})
@@ -144,16 +147,20 @@ def test_limits_and_log_are_those_of_the_new_file() -> None:
 
 
 def test_more_room_after_a_reload_is_given_to_those_who_wait() -> None:
-    with raw_engine() as engine, running_gateway([engine.url], limits={"max_in_flight": 1}) as gateway:
-        with gateway.send("POST", CHAT, BODY) as one, gateway.send("POST", CHAT, BODY) as other:
-            first = engine.take()
-            gateway.until_metric("queue_depth", 1)
-            gateway.write_config([engine.url], limits={"max_in_flight": 2})
-            gateway.reload()
-            second = engine.take()
-            first.answer()
-            second.answer()
-            assert [one.read().status, other.read().status] == [200, 200]
+    with (
+        raw_engine() as engine,
+        running_gateway([engine.url], limits={"max_in_flight": 1}) as gateway,
+        gateway.send("POST", CHAT, BODY) as one,
+        gateway.send("POST", CHAT, BODY) as other,
+    ):
+        first = engine.take()
+        gateway.until_metric("queue_depth", 1)
+        gateway.write_config([engine.url], limits={"max_in_flight": 2})
+        gateway.reload()
+        second = engine.take()
+        first.answer()
+        second.answer()
+        assert [one.read().status, other.read().status] == [200, 200]
 
 
 def test_a_client_connection_lives_through_a_reload() -> None:
