@@ -38,54 +38,60 @@ def test_reloads_with_other_strategies_limits_and_weights() -> None:
 
 
 def test_backends_that_come_and_go_by_the_file() -> None:
-    with running_sim(*QUICK) as first, running_sim(*QUICK) as second, running_sim(*QUICK) as third:
-        with running_gateway([first.url]) as gateway:
-            with steady_load(gateway.url, MODEL) as load:
-                for urls in ([first, second], [second, third], [third, first], [second]) * 2:
-                    load.wait_more(20)
-                    gateway.write_config(
-                        [], backends=[{"url": sim.url, "name": sim.url.rpartition(":")[2]} for sim in urls]
-                    )
-                    gateway.reload()
+    with (
+        running_sim(*QUICK) as first,
+        running_sim(*QUICK) as second,
+        running_sim(*QUICK) as third,
+        running_gateway([first.url]) as gateway,
+    ):
+        with steady_load(gateway.url, MODEL) as load:
+            for urls in ([first, second], [second, third], [third, first], [second]) * 2:
                 load.wait_more(20)
-                assert load.stop().keys() == {"ok"}
-            returned_to_zero(gateway)
+                gateway.write_config(
+                    [], backends=[{"url": sim.url, "name": sim.url.rpartition(":")[2]} for sim in urls]
+                )
+                gateway.reload()
+            load.wait_more(20)
+            assert load.stop().keys() == {"ok"}
+        returned_to_zero(gateway)
 
 
 def test_backends_added_drained_undrained_and_deleted_by_request() -> None:
-    with running_sim(*QUICK) as first, running_sim(*QUICK) as second:
-        with running_gateway([first.url]) as gateway:
-            with steady_load(gateway.url, MODEL) as load:
-                for _ in range(4):
-                    load.wait_more(10)
-                    assert gateway.admin("POST", "/backends", {"url": second.url, "name": "extra"}).status == 201
-                    gateway.until(lambda: gateway.backend("extra")["state"] == "up", "the new one is up")
-                    load.wait_more(10)
-                    assert gateway.admin("POST", "/backends/gpu-0/drain").status == 200
-                    gateway.until_metric("in_flight", 0, backend="gpu-0")
-                    load.wait_more(10)
-                    assert gateway.admin("POST", "/backends/gpu-0/undrain").status == 200
-                    load.wait_more(10)
-                    assert gateway.admin("DELETE", "/backends/extra").status == 202
-                    gateway.until(
-                        lambda: len(gateway.admin("GET", "/backends").json()["backends"]) == 1, "it left the fleet"
-                    )
-                assert load.stop().keys() == {"ok"}
-            returned_to_zero(gateway)
+    with running_sim(*QUICK) as first, running_sim(*QUICK) as second, running_gateway([first.url]) as gateway:
+        with steady_load(gateway.url, MODEL) as load:
+            for _ in range(4):
+                load.wait_more(10)
+                assert gateway.admin("POST", "/backends", {"url": second.url, "name": "extra"}).status == 201
+                gateway.until(lambda: gateway.backend("extra")["state"] == "up", "the new one is up")
+                load.wait_more(10)
+                assert gateway.admin("POST", "/backends/gpu-0/drain").status == 200
+                gateway.until_metric("in_flight", 0, backend="gpu-0")
+                load.wait_more(10)
+                assert gateway.admin("POST", "/backends/gpu-0/undrain").status == 200
+                load.wait_more(10)
+                assert gateway.admin("DELETE", "/backends/extra").status == 202
+                gateway.until(
+                    lambda: len(gateway.admin("GET", "/backends").json()["backends"]) == 1, "it left the fleet"
+                )
+            assert load.stop().keys() == {"ok"}
+        returned_to_zero(gateway)
 
 
 def test_an_engine_that_is_killed() -> None:
     """What it had begun to answer is cut, visibly; everything else is answered by the other."""
-    with running_sim(*QUICK) as first, running_sim(*QUICK) as second:
-        with running_gateway([first.url, second.url], retry={"budget": 1.0}) as gateway:
-            with steady_load(gateway.url, MODEL) as load:
-                load.wait_more(50)
-                second.process.kill()
-                load.wait_more(100)
-                ended = load.stop()
-            assert ended.keys() <= {"ok", "cut"}, ended
-            assert ended["cut"] <= 12  # as many as there are clients
-            returned_to_zero(gateway)
+    with (
+        running_sim(*QUICK) as first,
+        running_sim(*QUICK) as second,
+        running_gateway([first.url, second.url], retry={"budget": 1.0}) as gateway,
+    ):
+        with steady_load(gateway.url, MODEL) as load:
+            load.wait_more(50)
+            second.process.kill()
+            load.wait_more(100)
+            ended = load.stop()
+        assert ended.keys() <= {"ok", "cut"}, ended
+        assert ended["cut"] <= 12  # as many as there are clients
+        returned_to_zero(gateway)
 
 
 def test_sigterm_with_a_second_gateway_in_the_wings() -> None:
