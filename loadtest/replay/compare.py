@@ -1,0 +1,220 @@
+"""loadtest/compare TRACE [--engines URL,URL ...] [--strategies S,...] [--speed X] [--rounds N]
+
+The same trace through each strategy in turn, then a table. Without --engines before simulated engines, which begin
+cold each time; with them before yours, with prompts that are new to their caches each time. The gateway is started
+here, on loopback, fresh for each strategy. Exit codes as those of python -m loadtest.replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import orjson
+import uvloop
+
+from loadtest.replay.__main__ import announce, raise_file_limit, until_told
+from loadtest.replay.bodies import read_body
+from loadtest.replay.engine_counters import ScrapeFailed
+from loadtest.replay.options import add_trace_flags, urls, whole
+from loadtest.replay.progress import Progress
+from loadtest.replay.replay import Settings, new_salt, replay
+from loadtest.replay.report import Report, milliseconds, percent
+from loadtest.replay.target import TargetFailed
+from loadtest.replay.trace import Trace, TraceError, load_trace
+from router.sim.demo_processes import Child, ChildFailed, ProcessTree
+
+STRATEGIES: Final = ("roundrobin", "leastload", "session", "prefixaware", "kvaware")
+SIM_BLOCK_TOKENS: Final = 16
+GATEWAY_CONFIG: Final = """
+[server]
+port = 0
+[admin]
+port = 0
+[log]
+level = "warning"
+access = false
+"""
+READY_TIMEOUT_S: Final = 20.0
+POLL_S: Final = 0.05
+MAX_ANSWER_BYTES: Final = 16 << 20
+HEADINGS: Final = ("strategy", "hit ratio", "TTFT mean", "TTFT p50", "TTFT p99", "E2E p50", "imbalance", "failed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="loadtest/compare", description=str(__doc__).partition("\n\n")[2])
+    add_trace_flags(parser)
+    parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, metavar="S,...")
+    parser.add_argument("--rounds", type=whole(1, 100), default=1, metavar="N", help="all strategies N times in turn")
+    parser.add_argument("--engines", type=urls, default=(), metavar="URL,...", help="yours; default: simulated ones")
+    parser.add_argument("--sims", type=whole(1, 64), default=4, metavar="N", help="simulated engines; default: 4")
+    parser.add_argument(
+        "--sim-kv-tokens",
+        type=whole(256, 1 << 30),
+        default=65_536,
+        metavar="N",
+        help="KV cache of each; default: 65536",
+    )
+    parser.add_argument(
+        "--sim-flags",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="further flags of kvgate sim for each of them",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        trace = load_trace(arguments.trace, arguments.block_tokens)
+    except (TraceError, OSError) as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 2
+    raise_file_limit()
+    announce(Progress(sys.stderr), trace, arguments.speed, arguments.spread)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            reports = runner.run(until_told(lambda stop: _compare(trace, arguments, stop)))
+    except (ChildFailed, TargetFailed, ScrapeFailed, OSError) as failed:
+        sys.stderr.write(f"{parser.prog}: {failed}\n")
+        return 1
+    if arguments.json != "-":
+        print(table(reports))
+    if arguments.json is not None:
+        text = json.dumps({name: [report.as_json() for report in rounds] for name, rounds in reports.items()}, indent=2)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(f"{text}\n")
+    return 0 if all(report.clean for rounds in reports.values() for report in rounds) else 1
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(STRATEGIES)}")
+    return names
+
+
+async def _compare(trace: Trace, arguments: argparse.Namespace, stop: asyncio.Event) -> dict[str, list[Report]]:
+    """Reports by strategy, one a round; fewer when it was stopped."""
+    reports: dict[str, list[Report]] = {}
+    async with ProcessTree() as tree, aiohttp.ClientSession() as session:
+        engines = arguments.engines or await _start_sims(tree, arguments)
+        for number in range(arguments.rounds):
+            for strategy in arguments.strategies:
+                if stop.is_set():
+                    return reports
+                if not arguments.engines:
+                    await asyncio.gather(*(_empty(session, engine) for engine in engines))
+                gateway = await _start_gateway(tree, session, strategy, engines)
+                label = strategy if arguments.rounds == 1 else f"{strategy} {number + 1}"
+                settings = _settings(arguments, gateway.url, engines)
+                report = await replay(trace, settings, Progress(sys.stderr, label), stop)
+                reports.setdefault(strategy, []).append(report)
+                sys.stderr.write(f"\n---- {label}\n{report.as_text()}\n")
+                await tree.stop(gateway)
+    return reports
+
+
+def _settings(arguments: argparse.Namespace, url: str, engines: Sequence[str]) -> Settings:
+    return Settings(
+        target=url,
+        engines=tuple(engines),
+        speed=arguments.speed,
+        spread=arguments.spread,
+        limit_s=arguments.limit_s,
+        max_in_flight=arguments.max_in_flight,
+        max_output_tokens=arguments.max_output_tokens,
+        request_timeout_s=arguments.request_timeout_s,
+        # Simulated engines begin cold: the same prompts for each strategy.
+        salt=new_salt() if arguments.engines else "",
+        sessions=not arguments.no_sessions,
+    )
+
+
+async def _start_sims(tree: ProcessTree, arguments: argparse.Namespace) -> tuple[str, ...]:
+    # One block of a pool is vLLM's null block, which holds nothing.
+    blocks = arguments.sim_kv_tokens // SIM_BLOCK_TOKENS + 1
+    flags = (
+        *("--port", "0", "--block-size", str(SIM_BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)),
+        "--enable-prompt-tokens-details",
+        *arguments.sim_flags,
+    )
+    sims = [await tree.start(f"engine-{number}", ("sim", *flags)) for number in range(arguments.sims)]
+    await asyncio.gather(*(sim.wait_until_listening() for sim in sims))
+    return tuple(sim.url for sim in sims)
+
+
+async def _empty(session: aiohttp.ClientSession, engine: str) -> None:
+    """As after a restart: no cached block, all counters at 0."""
+    async with session.post(f"{engine}/sim/fault", data=orjson.dumps({"kind": "cold-restart"})) as response:
+        if response.status != 200:
+            raise TargetFailed(f"{engine} does not restart cold: status {response.status}")
+
+
+async def _start_gateway(
+    tree: ProcessTree, session: aiohttp.ClientSession, strategy: str, engines: Sequence[str]
+) -> Child:
+    """A gateway that has every engine up and has read its figures. ChildFailed or TargetFailed if it gets not so far."""
+    backends = "".join(f"[[backends]]\nurl = {json.dumps(engine)}\n" for engine in engines)
+    gateway = await tree.start(
+        f"gateway ({strategy})",
+        ("serve", "-c", "/dev/stdin", "--strategy", strategy),
+        stdin=(GATEWAY_CONFIG + backends).encode(),
+        announces=("listening", "admin"),
+    )
+    await gateway.wait_until_listening()
+    give_up = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        async with session.get(f"{gateway.announced['admin']}/backends") as response:
+            known = orjson.loads(await read_body(response, MAX_ANSWER_BYTES))["backends"]
+        missing = [backend["name"] for backend in known if not (backend["serving"] and backend["report"])]
+        if not missing:
+            return gateway
+        if time.monotonic() > give_up:
+            raise TargetFailed(f"{gateway.name} does not find {', '.join(missing)} up:\n{gateway.last_words}")
+        await asyncio.sleep(POLL_S)
+
+
+def table(reports: dict[str, list[Report]]) -> str:
+    """A row a strategy, in Markdown: medians over the rounds, in brackets the least and greatest of several."""
+    rows = [HEADINGS, *(_row(strategy, rounds) for strategy, rounds in reports.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _row(strategy: str, rounds: Sequence[Report]) -> tuple[str, ...]:
+    def over(values: list[float | None], shown: Any) -> str:
+        known = [value for value in values if value is not None]
+        if not known:
+            return "-"
+        middle = str(shown(statistics.median(known)))
+        return middle if len(known) == 1 else f"{middle} ({shown(min(known))} to {shown(max(known))})"
+
+    return (
+        strategy,
+        over([report.hit_ratio for report in rounds], percent),
+        over([report.ttft.mean for report in rounds], milliseconds),
+        over([report.ttft.p50 for report in rounds], milliseconds),
+        over([report.ttft.p99 for report in rounds], milliseconds),
+        over([report.e2e.p50 for report in rounds], milliseconds),
+        over([report.imbalance for report in rounds], lambda value: f"{value:.2f}"),
+        str(sum(report.tally.failed + report.not_sent for report in rounds)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

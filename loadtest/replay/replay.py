@@ -1,0 +1,259 @@
+"""One replay: the trace's requests at their times to one URL, streamed, each answer checked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+import orjson
+
+from loadtest.chat_stream import ChatStream, StreamFault, refusal
+from loadtest.replay import engine_counters, target
+from loadtest.replay.bodies import read_body
+from loadtest.replay.engine_counters import Counters, EngineShare, ScrapeFailed
+from loadtest.replay.open_loop import OpenLoop, due_times
+from loadtest.replay.progress import FRAME_S, Progress
+from loadtest.replay.prompt_text import PromptText
+from loadtest.replay.report import Report, Tally
+from loadtest.replay.trace import Trace, TraceRequest
+from router.clock import SystemClock
+
+KEPT_ALIVE_S: Final = 3.0  # below the 5 s after which vLLM closes an idle connection
+MAX_ERROR_BYTES: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is asked of a replay. URLs without a path; times in seconds."""
+
+    target: str
+    engines: tuple[str, ...] = ()
+    model: str | None = None
+    api_key: str | None = None
+    speed: float = 1.0
+    spread: bool = False
+    limit_s: float | None = None  # of the replay: what would be sent later is not part of it
+    max_in_flight: int = 1000
+    max_output_tokens: int | None = None
+    request_timeout_s: float = 600.0
+    salt: str = ""
+    sessions: bool = True  # send x-session-id where the trace knows the session
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A request and when it is due, seconds from the start."""
+
+    at_s: float
+    request: TraceRequest
+
+
+async def replay(trace: Trace, settings: Settings, progress: Progress, stop: asyncio.Event) -> Report:
+    """Until every answer is there, or `stop` is set: then what is under way is cut, and the report says so.
+
+    TargetFailed or ScrapeFailed if it cannot begin; what fails after that is counted.
+    """
+    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        return await _Run(session, trace, settings, progress, stop).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        trace: Trace,
+        settings: Settings,
+        progress: Progress,
+        stop: asyncio.Event,
+    ) -> None:
+        self._session = session
+        self._trace = trace
+        self._settings = settings
+        self._progress = progress
+        self._stop = stop
+        self._clock = SystemClock(asyncio.get_running_loop())
+        self._tally = Tally()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._all_sent = asyncio.Event()
+
+    async def run(self) -> Report:
+        settings, session = self._settings, self._session
+        model = await target.find_model(session, settings.target, settings.model)
+        asked = settings.engines[0] if settings.engines else settings.target
+        scale, calibration = await target.measure_scale(session, asked, model.name, self._trace.block_tokens)
+        before = await asyncio.gather(*(engine_counters.scrape(session, url) for url in settings.engines))
+        due, too_long = self._select(model.max_tokens)
+        text = PromptText(self._trace.block_tokens, scale, settings.salt)
+
+        def send(number: int, due_at: float) -> None:
+            task = asyncio.create_task(self._ask(due[number].request, text, model.name, due_at))
+            self._tasks.add(task)
+            task.add_done_callback(lambda done: self._ended(done, loop))
+
+        loop = OpenLoop(
+            [one.at_s for one in due], self._clock, send, self._all_sent.set, max_in_flight=settings.max_in_flight
+        )
+        loop.start()
+        await self._until_over(loop, due)
+        took_s = self._clock.now() - loop.started_at
+        interrupted = self._stop.is_set()
+        engines, faults = await self._shares(before)
+        return Report(
+            trace=self._trace.name,
+            target=settings.target,
+            model=model.name,
+            speed=settings.speed,
+            calibration=calibration,
+            requests=len(due),
+            sent=loop.sent,
+            not_sent=loop.not_sent,
+            too_long=too_long,
+            left=len(due) - loop.sent - loop.not_sent,
+            late=loop.late,
+            latest_s=loop.latest_s,
+            took_s=took_s,
+            interrupted=interrupted,
+            tally=self._tally,
+            engines=engines,
+            engine_faults=faults,
+        )
+
+    def _select(self, max_tokens: int | None) -> tuple[list[_Due], int]:
+        """What is due within the limit and fits the model, and how many did not fit."""
+        settings, requests = self._settings, self._trace.requests
+        times = due_times([request.at_s for request in requests], settings.speed, settings.spread)
+        within = [
+            _Due(at_s, request)
+            for at_s, request in zip(times, requests, strict=True)
+            if settings.limit_s is None or at_s < settings.limit_s
+        ]
+        fitting = [
+            due
+            for due in within
+            if max_tokens is None or due.request.prompt_tokens + self._output_tokens(due.request) <= max_tokens
+        ]
+        return fitting, len(within) - len(fitting)
+
+    def _output_tokens(self, request: TraceRequest) -> int:
+        most = self._settings.max_output_tokens
+        return request.output_tokens if most is None else min(request.output_tokens, most)
+
+    async def _until_over(self, loop: OpenLoop, due: list[_Due]) -> None:
+        """Show how far it is until all answers are there or it is stopped; nothing is under way afterwards."""
+        span_s = due[-1].at_s if due else 0.0
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            while not (self._all_sent.is_set() and not self._tasks) and not self._stop.is_set():
+                # Until something ends, but not longer than a frame.
+                waiting = {stopping, *(self._tasks if self._all_sent.is_set() else ())}
+                await asyncio.wait(waiting, timeout=FRAME_S, return_when=asyncio.FIRST_COMPLETED)
+                self._progress.show(
+                    self._clock.now() - loop.started_at,
+                    span_s,
+                    loop.sent,
+                    len(due),
+                    loop.in_flight,
+                    self._tally.failed,
+                    loop.not_sent,
+                )
+        finally:
+            loop.stop()
+            stopping.cancel()
+            left = list(self._tasks)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(stopping, *left, return_exceptions=True)
+            self._progress.close()
+
+    def _ended(self, task: asyncio.Task[None], loop: OpenLoop) -> None:
+        self._tasks.discard(task)
+        loop.ended()
+        if task.cancelled():
+            self._tally.interrupted += 1
+        elif error := task.exception():
+            # A fault of ours, not the target's: it must not look like a quiet success.
+            self._tally.error(f"this client: {type(error).__name__}")
+
+    async def _ask(self, request: TraceRequest, text: PromptText, model: str, due_at: float) -> None:
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": text.prompt(request.block_ids, request.prompt_tokens)}],
+            "max_tokens": self._output_tokens(request),
+            "temperature": 0,
+            "ignore_eos": True,  # the trace's number of tokens, whatever they say
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {"content-type": "application/json"}
+        if request.session is not None and self._settings.sessions:
+            headers["x-session-id"] = f"{self._trace.name}-{self._settings.salt}{request.session}"
+        stream = ChatStream(due_at)
+        now = self._clock.now
+        try:
+            async with self._session.post(
+                f"{self._settings.target}/v1/chat/completions",
+                data=orjson.dumps(body),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
+            ) as response:
+                if response.status != 200:
+                    self._tally.error(refusal(response.status, await read_body(response, MAX_ERROR_BYTES)))
+                    return
+                async for data in response.content.iter_any():
+                    stream.feed(data, now())
+                stream.end()
+        except StreamFault as fault:
+            self._tally.error(str(fault))
+        except TimeoutError:
+            self._tally.error(f"no end within {self._settings.request_timeout_s:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._tally.error(_kind(error))
+        else:
+            told = response.headers
+            self._tally.answer(
+                stream,
+                request.prompt_tokens,
+                now() - due_at,
+                told.get("x-kvgate-backend", ""),
+                told.get("x-kvgate-reason", ""),
+                _whole_number(told.get("x-kvgate-matched", "")),
+            )
+
+    async def _shares(self, before: list[Counters]) -> tuple[tuple[EngineShare, ...], tuple[str, ...]]:
+        shares: list[EngineShare] = []
+        faults: list[str] = []
+        after = await asyncio.gather(
+            *(engine_counters.scrape(self._session, url) for url in self._settings.engines), return_exceptions=True
+        )
+        for url, earlier, later in zip(self._settings.engines, before, after, strict=True):
+            try:
+                if isinstance(later, BaseException):
+                    raise later
+                shares.append(engine_counters.share(url, earlier, later))
+            except ScrapeFailed as failed:
+                faults.append(str(failed))
+        return tuple(shares), tuple(faults)
+
+
+def _kind(error: Exception) -> str:
+    """A name for it without addresses: the same fault has the same name."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"no connection: {error.os_error.strerror or type(error.os_error).__name__}"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the answer was cut"
+    return type(error).__name__
+
+
+def _whole_number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
+
+
+def new_salt(now: Callable[[], float] = time.time) -> str:
+    """For a run that shares no prompt with those before, so that warm caches do not know it."""
+    return f"{int(now() * 1000):x}-"
