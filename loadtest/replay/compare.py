@@ -164,7 +164,7 @@ async def _empty(session: aiohttp.ClientSession, engine: str) -> None:
 async def _start_gateway(
     tree: ProcessTree, session: aiohttp.ClientSession, strategy: str, engines: Sequence[str]
 ) -> Child:
-    """A gateway that has every engine up and has read its figures. ChildFailed or TargetFailed if it gets not so far."""
+    """A gateway that has every engine up and has read its figures. ChildFailed or TargetFailed where not."""
     backends = "".join(f"[[backends]]\nurl = {json.dumps(engine)}\n" for engine in engines)
     gateway = await tree.start(
         f"gateway ({strategy})",
