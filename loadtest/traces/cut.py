@@ -1,4 +1,4 @@
-"""python loadtest/traces/cut.py SOURCE TARGET: how agents.jsonl.gz was cut from lmcache_agents.jsonl.gz (see README.md).
+"""python loadtest/traces/cut.py SOURCE TARGET: how agents.jsonl.gz was cut from lmcache_agents.jsonl.gz (README.md).
 
 Keeps the first ten minutes, without sessions that have a prompt above 12,288 or an answer above 2,048 tokens; times
 from 0; ids and sessions numbered anew in order of their first use. The same source gives the same bytes.
