@@ -252,9 +252,7 @@ class Report:
         if self.too_long:
             lines.append(f"too long   {self.too_long} left out: above the model's context")
         if self.late:
-            lines.append(
-                f"late       {self.late} by more than 50 ms, at most {self.latest_s:.2f} s: this client was slow"
-            )
+            lines.append(f"late       {self.late} sent above 50 ms late, at most {self.latest_s:.2f} s: a slow client")
         lines += (f"error      {times} times: {kind}" for kind, times in tally.errors.most_common())
         lines.append(f"{'':11}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
         for name, times in (("TTFT", self.ttft), ("ITL", self.itl), ("E2E", self.e2e)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,12 +32,16 @@ DONE = event(b"[DONE]")
 WHOLE = delta("", role="assistant") + delta("né") + delta(" two") + delta(" six", "length") + USAGE + DONE
 
 
-def fault(*parts: bytes) -> str:
+def read(*parts: bytes) -> None:
     stream = ChatStream(0.0)
+    for part in parts:
+        stream.feed(part, 1.0)
+    stream.end()
+
+
+def fault(*parts: bytes) -> str:
     with pytest.raises(StreamFault) as caught:
-        for part in parts:
-            stream.feed(part, 1.0)
-        stream.end()
+        read(*parts)
     return str(caught.value)
 
 
@@ -55,7 +60,7 @@ def test_any_cut_of_the_bytes_gives_the_same_answer(cuts, carriage_returns):
         whole = whole.replace(b"\n", b"\r\n")
     stream = ChatStream(0.0)
     edges = [0, *sorted(cuts), len(whole)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         stream.feed(whole[start:end], 1.0)
     stream.end()
     assert (stream.text, len(stream.gaps_s)) == ("né two six", 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +27,8 @@ def test_each_word_is_one_piece_of_four_bytes():
 )
 def test_two_prompts_share_text_as_far_as_they_share_ids_and_no_further(shared, ends):
     first, second = (full([*shared, end]) for end in ends)
-    common = len(os.path.commonprefix((first, second)))
+    pairs = enumerate(zip(first, second, strict=False))
+    common = next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
     assert common >= 4 * BLOCK * len(shared)
     assert first != second
     assert common < min(len(first), len(second))
