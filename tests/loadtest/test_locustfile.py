@@ -27,7 +27,7 @@ LOCUST = (sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--hea
 
 def run(host: str, enough: Callable[[], bool], *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Exit code and final statistics by name of a run that is told to end when it was `enough`."""
-    command = [*LOCUST, "--host", host, "--chat-think-s", "0.05", *flags]
+    command = [*LOCUST, "--host", host, "--chat-think-s", "0.01", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + WAIT_S
     try:
@@ -45,12 +45,12 @@ def run(host: str, enough: Callable[[], bool], *flags: str) -> tuple[int, dict[s
 
 def test_conversations_are_held_and_timed_without_an_error() -> None:
     with running_sim(*SIM) as sim, running_gateway([sim.url], routing={"strategy": "session"}) as gateway:
-        code, rows = run(gateway.url, lambda: gateway.metric("ended_total", phase="done") >= 40, "-u", "4", "-r", "4")
+        code, rows = run(gateway.url, lambda: gateway.metric("ended_total", phase="done") >= 15, "-u", "4", "-r", "4")
         reasons = {line["reason"] for line in gateway.access_lines() if line.get("reason")}
     assert code == 0
     assert {"TTFT, first turn", "TTFT, later turns", "ITL", "E2E"} < set(rows)
     answered = rows["/v1/chat/completions"]["num_requests"]
-    assert answered == rows["E2E"]["num_requests"] > 20
+    assert answered == rows["E2E"]["num_requests"] > 5
     assert [name for name, row in rows.items() if row["num_failures"]] == []
     # Every request named its session.
     assert reasons == {"session"}
