@@ -16,7 +16,7 @@ from locust import LoadTestShape, events
 @events.init_command_line_parser.add_listener
 def add_flags(parser: ArgumentParser) -> None:
     steps = parser.add_argument_group("Steps")
-    steps.add_argument("--steps", default="5,10,20,40", help="Users of each step")
+    steps.add_argument("--steps", type=checked_steps, default="5,10,20,40", help="Users of each step")
     steps.add_argument("--step-s", type=float, default=60.0, help="Seconds of each step")
 
 
@@ -32,6 +32,12 @@ def parse_steps(text: str) -> list[int]:
     if min(steps) < 1:
         raise ValueError(f"--steps {text}: each step has at least one user")
     return steps
+
+
+def checked_steps(text: str) -> str:
+    """An argument's type. It stays text, which the web UI can show."""
+    parse_steps(text)
+    return text
 
 
 class Steps(LoadTestShape):

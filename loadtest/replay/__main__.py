@@ -30,7 +30,7 @@ from loadtest.replay.trace import Trace, TraceError, load_trace
 Result = TypeVar("Result")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.replay", description=str(__doc__).partition("\n\n")[2])
     add_trace_flags(parser)
     parser.add_argument("--target", type=url, required=True, metavar="URL", help="the gateway, or one engine")
@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--salt", metavar="TEXT", help="the same one, the same prompts; default: a new one, which no cache knows"
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     api_key = None
     if arguments.api_key_env is not None:

@@ -50,7 +50,7 @@ MAX_ANSWER_BYTES: Final = 16 << 20
 HEADINGS: Final = ("strategy", "hit ratio", "TTFT mean", "TTFT p50", "TTFT p99", "E2E p50", "imbalance", "failed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="loadtest/compare", description=str(__doc__).partition("\n\n")[2])
     add_trace_flags(parser)
     parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, metavar="S,...")
@@ -71,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="'...'",
         help="further flags of kvgate sim for each of them",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     try:
         trace = load_trace(arguments.trace, arguments.block_tokens)
