@@ -40,6 +40,8 @@ GATEWAY_CONFIG: Final = """
 port = 0
 [admin]
 port = 0
+[timeouts]
+lame_duck_s = 0.0
 [log]
 level = "warning"
 access = false
