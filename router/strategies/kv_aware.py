@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.backends.backend import Backend, EngineReport
 from router.clock import Clock
 from router.learning.trust import Trust
 from router.strategies.prefix_affinity import EngineState, PrefixAffinity
-from router.strategies.strategy import NEVER, Choice, Need, Outcome, Reason, RoutingRequest
+from router.strategies.strategy import NEVER, Choice, Explanation, Need, Outcome, Reason, RoutingRequest
 
 ENGINE_BLOCK_TOKENS = 16  # vLLM's default, where the engine does not say
 RATIO_ERROR = 0.02  # of a prediction, that a wrong number of bytes per token may cost
@@ -58,9 +58,27 @@ class KvAware:
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
         choice = self._placement.choose(request, candidates)
+        self._doubt(choice, candidates)
+        return choice
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        told = self._placement.explain(request, candidates)
+        self._doubt(told.choice, candidates)
+        for terms in told.candidates:
+            account = self._accounts.get(terms.backend)
+            terms.terms["trust"] = 1.0 if account is None else account.trust.value
+            terms.terms["trusted"] = account is None or not account.trust.lost
+        return told
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        return self._placement.match_of(request, backend)
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        return self._placement.known_of(backend)
+
+    def _doubt(self, choice: Choice | None, candidates: Sequence[Backend]) -> None:
         if choice is not None and self._untrusted and choice.best_blocks and self._ignored_more(choice, candidates):
             choice.reason = Reason.UNTRUSTED
-        return choice
 
     def _ignored_more(self, choice: Choice, candidates: Sequence[Backend]) -> bool:
         """Whether an untrusted candidate has a longer match in the mirror than the one that counted."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from router.backends.backend import Backend, EngineReport
 from router.clock import Clock
 from router.learning.recent_work import RecentWork
 from router.learning.trust import Trust
-from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
+from router.strategies.strategy import Choice, Explanation, Need, Outcome, Reason, RoutingRequest, Terms
 
 
 class LeastLoad:
@@ -23,10 +23,23 @@ class LeastLoad:
 
     def __init__(self, clock: Clock, rng: Random) -> None:
         self._now = clock.now
+        self._rng = rng
         self._random = rng.random
         self._recent: RecentWork[Backend] = RecentWork()
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
+        return self._least(request, candidates, None)
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        told = Explanation("the lowest load; equal ones by lot")
+        drawn = self._rng.getstate()
+        try:
+            told.choice = self._least(request, candidates, told)
+        finally:
+            self._rng.setstate(drawn)
+        return told
+
+    def _least(self, request: RoutingRequest, candidates: Sequence[Backend], told: Explanation | None) -> Choice | None:
         if not candidates:
             return None
         recent = self._recent.of
@@ -37,6 +50,15 @@ class LeastLoad:
         least, load, ties = candidates[0], float("inf"), 0
         for backend in candidates:
             its = (backend.in_flight + recent(backend) * unit) / backend.weight
+            if told is not None:
+                terms = Terms(backend)
+                terms.terms = {
+                    "load": its,
+                    "in_flight": backend.in_flight,
+                    "recent_share": recent(backend) * unit,
+                    "weight": backend.weight,
+                }
+                told.candidates.append(terms)
             if its < load:
                 least, load, ties = backend, its, 1
             elif its == load:
@@ -44,6 +66,12 @@ class LeastLoad:
                 if self._random() * ties < 1.0:
                     least = backend
         return Choice(request, least, Reason.LEASTLOAD)
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        return 0, 0
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        return {}
 
     def placed(self, choice: Choice) -> None:
         choice.placed_at = now = self._now()

@@ -22,7 +22,7 @@ Nothing here waits, and nothing is allocated per candidate. One choice with its 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Final, Protocol
 
@@ -37,7 +37,7 @@ from router.learning.prefill_ledger import Phase, PrefillLedger
 from router.learning.prefill_speed import PRIOR_TOKENS_PER_S, PrefillSpeed
 from router.learning.recent_work import RecentWork
 from router.learning.trust import Trust
-from router.strategies.strategy import NEVER, Choice, End, Need, Outcome, Reason, RoutingRequest
+from router.strategies.strategy import NEVER, Choice, End, Explanation, Need, Outcome, Reason, RoutingRequest, Terms
 
 NEAR_RATIO: Final = 1.02  # prices this near to the least tie
 NEAR_S: Final = 0.002
@@ -147,6 +147,7 @@ class PrefixAffinity:
         self, clock: Clock, rng: Random, mirror: PrefixMirror, *, block_bytes: int, assumed_kv_tokens: int
     ) -> None:
         self._now = clock.now
+        self._rng = rng
         self._random = rng.random
         self._mirror = mirror
         self.block_bytes = block_bytes
@@ -163,6 +164,28 @@ class PrefixAffinity:
     # ---- the choice
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
+        return self._cheapest(request, candidates, None)
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        told = Explanation("the lowest score_s; of those near it (near_least) the longest match, then the lowest load")
+        drawn = self._rng.getstate()
+        try:
+            told.choice = self._cheapest(request, candidates, told)
+        finally:
+            self._rng.setstate(drawn)
+        if told.choice is not None:
+            limit = _near(min(self._prices[: len(told.candidates)]))
+            for terms, price in zip(told.candidates, self._prices, strict=False):  # the list may be longer
+                whole = sum(value for name, value in terms.terms.items() if name.endswith("_s"))
+                terms.terms["paid_copy_s"] = price - whole if terms.terms["copy_is_paid"] else 0.0
+                terms.terms["near_least"] = price <= limit
+                terms.score_s = price
+        return told
+
+    def _cheapest(
+        self, request: RoutingRequest, candidates: Sequence[Backend], told: Explanation | None
+    ) -> Choice | None:
+        """The choice; `told`, where it is given, is filled with the figures as they are used."""
         if not candidates:
             return None
         if candidates is not self._known:
@@ -196,6 +219,15 @@ class PrefixAffinity:
         room = output + total
         slower = DECODE_TOKENS * (1.0 + 2.0 * READING * output)
 
+        if told is not None:
+            told.terms = {
+                "prompt_tokens": total,
+                "bytes_per_token": model.text.ratio,
+                "expected_output_tokens": output,
+                "pressure_per_s": pressure,
+                "paid_for_copies_s": paid_s,
+            }
+
         engines = self._engines
         prices = self._prices
         least = shortest = float("inf")
@@ -225,6 +257,16 @@ class PrefixAffinity:
             work = engine.fixed_s + left * token_s
             decoding = (ledger.decoding + engine.foreign) * token_s * slower
             price = wait + work + pressure * work * (wait + 0.5 * work) + decoding
+            if told is not None:
+                terms = Terms(backend, matched[engine.slot] if block_tokens else 0, int(hit))
+                terms.terms = {
+                    "wait_s": wait,
+                    "prefill_s": work,
+                    "delay_of_others_s": price - wait - work - decoding,
+                    "decoding_s": decoding,
+                    "copy_is_paid": False,
+                }
+                told.candidates.append(terms)
             if paid_s and hit < deep:
                 work -= (deep - hit) * token_s
                 bought = wait + work + pressure * work * (wait + 0.5 * work) + decoding
@@ -233,6 +275,8 @@ class PrefixAffinity:
                     # The copy is paid for: neither its prefill nor whom that delays is a cost of this request's, and
                     # making it wins a tie.
                     price = bought / NEAR_RATIO - 2.0 * NEAR_S
+                    if told is not None:
+                        told.candidates[at].terms["copy_is_paid"] = True
             prices[at] = price
             if price < least:
                 least = price
@@ -258,7 +302,7 @@ class PrefixAffinity:
         self, candidates: Sequence[Backend], least: float, matched: array[int], block_tokens: float, top: int
     ) -> EngineState:
         """Of the prices near the least: the longest match, the fewest outstanding, the least recent work, the lot."""
-        limit = least * NEAR_RATIO + NEAR_S if least > 0.0 else least + NEAR_S
+        limit = _near(least)
         engines, prices, recent = self._engines, self._prices, self._recent.of
         best: EngineState | None = None
         best_hit = best_load = best_recent = 0.0
@@ -303,6 +347,18 @@ class PrefixAffinity:
     def assign(self, request: RoutingRequest, backend: Backend, reason: Reason) -> Choice:
         """The choice of a given backend, for strategies that choose by other means: with its match and its work."""
         engine = self._engines.get(backend) or self._join(backend)
+        raw, hit, total = self._match(request, engine)
+        return self._choice(request, engine, reason, raw, hit, total, 0, 0.0)
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        engine = self._engines.get(backend)
+        if engine is None:
+            return 0, 0
+        raw, hit, _ = self._match(request, engine)
+        return raw, int(hit)
+
+    def _match(self, request: RoutingRequest, engine: EngineState) -> tuple[int, float, int]:
+        """Blocks in the mirror, the tokens that they count for, and the prompt's tokens."""
         model = self._models.get(request.model, self._further_models)
         total = request.prompt_tokens or int(request.prefix_bytes / model.text.ratio) or 1
         raw, hit = 0, 0.0
@@ -310,7 +366,7 @@ class PrefixAffinity:
             raw = self._mirror.match_one(engine.slot, request.blocks)
         if raw:
             hit = min(raw * self.block_bytes * total / request.prefix_bytes * engine.worth, total - 1)
-        return self._choice(request, engine, reason, raw, hit, total, 0, 0.0)
+        return raw, hit, total
 
     def _choice(
         self,
@@ -521,6 +577,30 @@ class PrefixAffinity:
     def trust_of(self, backend: Backend) -> Trust | None:
         return None
 
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        engine = self._engines.get(backend)
+        if engine is None:
+            return {}
+        ledger = engine.ledger
+        return {
+            "prefill_tokens_per_s": 1.0 / engine.seconds_per_token,
+            "prefill_fixed_s": engine.fixed_s,
+            "prefill_speed_learned": engine.speed.learned,
+            "prefill_pending_s": ledger.wait_s(self._now()),
+            "prefilling": ledger.waiting,
+            "decoding": ledger.decoding,
+            "kv_tokens": ledger.kv_tokens,
+            "kv_capacity_tokens": None if engine.kv_capacity == UNKNOWN else engine.kv_capacity,
+            "kv_budget_tokens": None if engine.kv_budget == UNKNOWN else engine.kv_budget,
+            "foreign_requests": engine.foreign,
+            "foreign_wait_s": engine.foreign_wait_s,
+            "decode_stay_s": engine.stay_s,
+            "prefix_caching": engine.caching,
+            "match_worth": engine.worth,
+            "index_blocks": self._mirror.blocks_of(engine.slot),
+            "index_capacity_blocks": engine.size.blocks,
+        }
+
     # ---- for strategies built on this one
 
     @property
@@ -601,3 +681,8 @@ class PrefixAffinity:
             if engine.speed.learned
         )
         return learned[len(learned) // 2] if learned else PRIOR_TOKENS_PER_S
+
+
+def _near(least: float) -> float:
+    """Prices up to this one tie with the least."""
+    return least * NEAR_RATIO + NEAR_S if least > 0.0 else least + NEAR_S

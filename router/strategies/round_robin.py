@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.backends.backend import Backend, EngineReport
 from router.learning.trust import Trust
-from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
+from router.strategies.strategy import Choice, Explanation, Need, Outcome, Reason, RoutingRequest, Terms
 
 MAX_MODELS = 1024  # rotations kept; the least recently started goes
 
@@ -29,15 +29,20 @@ class RoundRobin:
         rotation = self._rotations.get(request.model)
         if rotation is None:
             rotation = self._start(request.model)
-        total, richest, most = 0.0, candidates[0], float("-inf")
-        for backend in candidates:
-            credit = rotation.get(backend, 0.0) + backend.weight
-            rotation[backend] = credit
-            total += backend.weight
-            if credit > most:
-                richest, most = backend, credit
-        rotation[richest] = most - total
-        return Choice(request, richest, Reason.ROUNDROBIN)
+        return Choice(request, _turn(rotation, candidates)[0], Reason.ROUNDROBIN)
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        told = Explanation("the highest credit; each turn gives everybody its weight and costs the chosen what all got")
+        if candidates:
+            rotation = dict(self._rotations.get(request.model, {}))
+            richest, total = _turn(rotation, candidates)
+            for backend in candidates:
+                terms = Terms(backend)
+                terms.terms["credit"] = rotation[backend] + (total if backend is richest else 0.0)
+                terms.terms["weight"] = backend.weight
+                told.candidates.append(terms)
+            told.choice = Choice(request, richest, Reason.ROUNDROBIN)
+        return told
 
     def _start(self, model: str) -> dict[Backend, float]:
         if len(self._rotations) >= MAX_MODELS:
@@ -50,6 +55,12 @@ class RoundRobin:
         for rotation in self._rotations.values():
             rotation.pop(backend, None)
         self._rotations = {model: rotation for model, rotation in self._rotations.items() if rotation}
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        return 0, 0
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        return {}
 
     # The rotation needs to hear of nothing else.
     def placed(self, choice: Choice) -> None: ...
@@ -64,3 +75,16 @@ class RoundRobin:
 
     def trust_of(self, backend: Backend) -> Trust | None:
         return None
+
+
+def _turn(rotation: dict[Backend, float], candidates: Sequence[Backend]) -> tuple[Backend, float]:
+    """One turn on `rotation`: who serves, and what it pays."""
+    total, richest, most = 0.0, candidates[0], float("-inf")
+    for backend in candidates:
+        credit = rotation.get(backend, 0.0) + backend.weight
+        rotation[backend] = credit
+        total += backend.weight
+        if credit > most:
+            richest, most = backend, credit
+    rotation[richest] = most - total
+    return richest, total

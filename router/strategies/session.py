@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 
 import xxhash
@@ -10,7 +10,7 @@ import xxhash
 from router.backends.backend import Backend, EngineReport
 from router.learning.trust import Trust
 from router.strategies.prefix_affinity import PrefixAffinity
-from router.strategies.strategy import Choice, Need, Outcome, Reason, RoutingRequest
+from router.strategies.strategy import Choice, Explanation, Need, Outcome, Reason, RoutingRequest, Terms
 
 LOAD_BOUND = 1.25  # of the mean load by weight
 SLACK = 4.0  # attempts above the mean that are always allowed: at low traffic nobody spills
@@ -38,7 +38,25 @@ class Session:
             return None
         return self._keyless.assign(request, self._winner(key, candidates), Reason.SESSION)
 
-    def _winner(self, key: bytes, candidates: Sequence[Backend]) -> Backend:
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        key = request.session_key
+        if not key:
+            return self._keyless.explain(request, candidates)
+        told = Explanation("the highest lot, drawn from the session's key, of those below their bound of attempts")
+        if candidates:
+            winner = self._winner(key, candidates, told)
+            for terms in told.candidates:
+                terms.match_blocks, terms.matched_tokens = self._keyless.match_of(request, terms.backend)
+            told.choice = self._keyless.assign(request, winner, Reason.SESSION)
+        return told
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        return self._keyless.match_of(request, backend)
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        return self._keyless.known_of(backend)
+
+    def _winner(self, key: bytes, candidates: Sequence[Backend], told: Explanation | None = None) -> Backend:
         seed = xxhash.xxh64_intdigest(key)
         load, weight = 1, 0.0  # the request itself is part of the load
         for backend in candidates:
@@ -51,11 +69,14 @@ class Session:
             bound = fair * LOAD_BOUND
             if bound < fair + SLACK:
                 bound = fair + SLACK
+            if told is not None:
+                terms = Terms(backend)
+                terms.terms = {"lot": _lot(backend, seed), "in_flight": backend.in_flight, "bound_in_flight": bound}
+                told.candidates.append(terms)
             # The least loaded is always below its bound, so somebody wins.
             if backend.in_flight + 1 > bound:
                 continue
-            drawn = (xxhash.xxh64_intdigest(backend.name.encode(), seed) + 0.5) * _UNIT
-            lot = -backend.weight / log(drawn) if drawn < 1.0 else float("inf")
+            lot = _lot(backend, seed)
             if lot > highest:
                 winner, highest = backend, lot
         return winner
@@ -81,3 +102,8 @@ class Session:
 
     def trust_of(self, backend: Backend) -> Trust | None:
         return self._keyless.trust_of(backend)
+
+
+def _lot(backend: Backend, seed: int) -> float:
+    drawn = (xxhash.xxh64_intdigest(backend.name.encode(), seed) + 0.5) * _UNIT
+    return -backend.weight / log(drawn) if drawn < 1.0 else float("inf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Final, Protocol
@@ -126,6 +126,36 @@ class Choice:
         self.quiet = False  # whether it had the backend for itself until its first byte; written by the strategy
 
 
+class Terms:
+    """What a choice saw of one candidate.
+
+    `score_s` is the price in seconds where choices are priced, the sum of the `terms` whose names end in `_s`. Other
+    strategies compare one of the `terms` (Explanation.decided_by). Figures are named with their units.
+    """
+
+    __slots__ = ("backend", "match_blocks", "matched_tokens", "score_s", "terms")
+
+    def __init__(self, backend: Backend, match_blocks: int = 0, matched_tokens: int = 0) -> None:
+        self.backend = backend
+        self.match_blocks = match_blocks  # of the index
+        self.matched_tokens = matched_tokens  # what they are counted as, distrust included
+        self.score_s: float | None = None
+        self.terms: dict[str, float | bool] = {}
+
+
+class Explanation:
+    """A choice that nobody takes, with what it was made from. `candidates` are in the order in which they were given;
+    `terms` are the figures that all of them share; `decided_by` says what is compared, in words."""
+
+    __slots__ = ("candidates", "choice", "decided_by", "terms")
+
+    def __init__(self, decided_by: str) -> None:
+        self.choice: Choice | None = None
+        self.candidates: list[Terms] = []
+        self.terms: dict[str, float | bool] = {}
+        self.decided_by = decided_by
+
+
 class End(Enum):
     """How an attempt ended."""
 
@@ -154,6 +184,20 @@ class Strategy(Protocol):
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
         """The backend for one attempt, None only for no candidates. Changes nothing but generators and rotation."""
+        ...
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        """What `choose` would answer now, and from which figures: the same code, and nothing changes, generators and
+        rotation included. For people: it may cost more than a choice."""
+        ...
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        """Index blocks and tokens of this prompt that a backend likely holds, a candidate or not. Changes nothing."""
+        ...
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        """What was learned of a backend, for the admin listing, each figure named with its unit. Empty where nothing
+        is learned."""
         ...
 
     def placed(self, choice: Choice) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -32,7 +32,7 @@ from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
 from router.strategies.registry import Dependencies, build
-from router.strategies.strategy import Choice, Outcome, RoutingRequest, Strategy
+from router.strategies.strategy import Choice, Explanation, Outcome, RoutingRequest, Strategy
 from router.wire.http_head import RequestHead
 from router.wire.paths import PathKind, path_kind
 from tests.support.scripted import Client, EngineConnection, Received
@@ -226,6 +226,15 @@ class WatchedStrategy:
 
     def forget(self, backend: Backend) -> None:
         self.real.forget(backend)
+
+    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+        return self.real.explain(request, candidates)
+
+    def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        return self.real.match_of(request, backend)
+
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+        return self.real.known_of(backend)
 
 
 class World:

@@ -153,6 +153,76 @@ def test_trust_is_told_where_it_is_kept(rig: Rig) -> None:
     assert rig.strategy.trust_of(choice.backend) is None
 
 
+def busy(rig: Rig) -> None:
+    """Some traffic, so that every figure is another for each backend."""
+    for step in range(12):
+        choice = rig.take(TEXTS[step % 6], rig.backends, key=b"k%d" % (step % 3))
+        rig.clock.advance(0.02)
+        if step % 3:
+            rig.strategy.first_byte(choice)
+        if step % 2:
+            rig.end(choice)
+
+
+@pytest.mark.parametrize("key", [None, b"k", b"k7"])
+def test_an_explanation_names_the_next_choice_and_does_not_change_it(rig: Rig, key: bytes | None) -> None:
+    """Two rigs with one seed, and only one is asked for explanations: their choices stay the same."""
+    name = next(name for name in NAMES if type(Rig(name).strategy) is type(rig.strategy))
+    silent = Rig(name)
+    busy(rig)
+    busy(silent)
+    for step in range(40):
+        text = TEXTS[step % 6]
+        candidates = rig.backends[step % 3 :]
+        now = rig.clock.now()
+        told = [rig.strategy.explain(request(text, at=now, key=key), candidates) for _ in range(3)]
+        choice = rig.take(text, candidates, key)
+        other = silent.take(text, silent.backends[step % 3 :], key)
+        assert (choice.backend.name, choice.reason) == (other.backend.name, other.reason)
+        for explanation in told:
+            said = explanation.choice
+            assert said is not None
+            assert said.backend is choice.backend
+            assert (said.reason, said.matched_tokens, said.match_blocks, said.prompt_tokens) == (
+                choice.reason,
+                choice.matched_tokens,
+                choice.match_blocks,
+                choice.prompt_tokens,
+            )
+            assert [terms.backend for terms in explanation.candidates] == list(candidates)
+        for which, made in ((rig, choice), (silent, other)):
+            which.clock.advance(0.01)
+            if step % 2:
+                which.end(made)
+
+
+def test_an_explanation_of_no_candidates_is_empty(rig: Rig) -> None:
+    for key in (None, b"k"):
+        told = rig.strategy.explain(request(TEXTS[0], key=key), ())
+        assert told.choice is None
+        assert told.candidates == []
+        assert told.decided_by
+
+
+def test_the_match_of_a_backend_is_told_whether_it_is_a_candidate_or_not(rig: Rig) -> None:
+    choice = rig.take(TEXTS[0], rig.backends[:1])
+    blocks, tokens = rig.strategy.match_of(request(TEXTS[0]), choice.backend)
+    assert rig.strategy.match_of(request(TEXTS[0]), rig.backends[1]) == (0, 0)
+    if rig.placement is None:
+        assert (blocks, tokens) == (0, 0)
+        assert rig.strategy.known_of(choice.backend) == {}
+    else:
+        assert blocks == len(TEXTS[0]) // BLOCK_BYTES
+        assert tokens > 0
+        known = rig.strategy.known_of(choice.backend)
+        assert known["index_blocks"] == blocks
+        assert known["prefilling"] == 1
+        assert known["kv_capacity_tokens"] is None
+    rig.strategy.forget(choice.backend)
+    assert rig.strategy.match_of(request(TEXTS[0]), choice.backend) == (0, 0)
+    assert rig.strategy.known_of(choice.backend) == {}
+
+
 def test_an_unreadable_body_goes_by_load(rig: Rig) -> None:
     busy, *free = rig.backends
     for _ in range(5):
