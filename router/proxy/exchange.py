@@ -15,7 +15,7 @@ Nothing here waits, and nothing is collected: body bytes pass as they came, one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from native.body_framing import BodyFramer, Framing
@@ -27,6 +27,7 @@ from router.net.downstream import Downstream
 from router.net.upstream import Upstream
 from router.proxy.access_log import AccessLine
 from router.proxy.attempt import Attempt, HeldAnswer, LastFailure, StreamPeek
+from router.proxy.candidates import fit_candidates, worth_waiting
 from router.proxy.intake import describe_outage, read_routing
 from router.proxy.local_answers import JSON_TYPE, LocalAnswer, local_answer
 from router.proxy.phases import MOVES, EndedBy, Phase
@@ -186,45 +187,18 @@ class Exchange:
 
     def try_place(self) -> bool:
         try:
-            candidates = self._candidates()
+            candidates = fit_candidates(self._s, self.pool, self._tried)
             assert self._request is not None
             choice = self._s.strategy.choose(self._request, candidates) if candidates else None
             if choice is not None:
                 self._start_attempt(choice)
-            elif self._worth_waiting():
+            elif worth_waiting(self.pool, self._tried):
                 return False
             else:
                 self._give_up()
         except Exception:  # often called from the end of another exchange, which is not to blame
             self.on_broken()
         return True
-
-    def _candidates(self) -> Sequence[Backend]:
-        """Those of the pool that may get this request now, those that were too busy a moment ago only among
-        themselves. Mostly the pool's own tuple."""
-        s = self._s
-        pool = self.pool
-        candidates = pool.candidates
-        cap = s.settings.max_in_flight_per_backend
-        tried = self._tried
-        busy_until = s.passive_health.busy_until
-        now = s.now() if busy_until else 0.0
-        if not (tried or cap or pool.needs_filter or busy_until > now):
-            return candidates
-        fit = [
-            b
-            for b in candidates
-            if b not in tried and not (cap and b.in_flight >= cap) and not (b.state is TRIAL and b.trial_open)
-        ]
-        if busy_until > now:
-            return [b for b in fit if b.busy_until <= now] or fit
-        return fit
-
-    def _worth_waiting(self) -> bool:
-        """Somebody serves and has no room, or is just starting; a repeat does not wait for starters."""
-        if any(b not in self._tried for b in self.pool.candidates):
-            return True
-        return not self._tried and any(b.state is State.STARTING and not b.draining for b in self.pool.members)
 
     def _start_attempt(self, choice: Choice) -> None:
         s = self._s
