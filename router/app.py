@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import platform
 import random
 import signal
 import ssl
@@ -105,10 +106,12 @@ class Gateway:
         self.admin = AdminServer(
             config.admin.host,
             config.admin.port,
-            self.registry,
+            self.services,
+            self.control,
             render_metrics=exporter.render,
             metrics_content_type=CONTENT_TYPE,
             hit_accounting=self._hit_accounting,
+            version={"version": __version__, "request_path": build, "python": platform.python_version()},
         )
         self._downstream_limits = _downstream_limits(config)
         self.access_log: AccessLog | None = None

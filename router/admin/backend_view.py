@@ -1,0 +1,131 @@
+"""GET /backends: what a person needs to know of each backend to understand a choice. docs/admin.md lists the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from router.backends.backend import Backend, State
+from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, StateChanged
+from router.proxy.services import Services
+
+# Of the backend, as long as nothing here reads events.
+KV_EVENTS: Final = {"state": "off", "why": "this version reads no KV events; the index follows what was sent"}
+
+
+@dataclass(slots=True)
+class _Known:
+    """When it came into its state, and what took it out of rotation last. Times by the clock."""
+
+    since: float
+    last_error: str = ""
+    last_error_at: float = 0.0
+
+
+class BackendView:
+    """Follows the fleet from its construction to `close`. `hit_accounting` gives the figures under `hits`."""
+
+    def __init__(self, services: Services, hit_accounting: Callable[[Backend], Mapping[str, object]]) -> None:
+        self._services = services
+        self._hit_accounting = hit_accounting
+        self._known = {backend: _Known(services.clock.now()) for backend in services.registry.backends}
+        self.close = services.registry.subscribe(self._fleet_changed)
+
+    def _fleet_changed(self, event: FleetEvent) -> None:
+        if isinstance(event, BackendAdded):
+            self._known[event.backend] = _Known(self._services.clock.now())
+        elif isinstance(event, BackendRemoved):
+            self._known.pop(event.backend, None)
+        elif isinstance(event, StateChanged):
+            known = self._known.get(event.backend)
+            if known is None:
+                return
+            known.since = self._services.clock.now()
+            if event.after in (State.DOWN, State.EJECTED):
+                known.last_error, known.last_error_at = event.why, known.since
+
+    def all(self) -> dict[str, Any]:
+        services = self._services
+        queued = services.admission.queued_by_model()
+        return {
+            "strategy": services.settings.strategy_name,
+            "draining": services.draining,
+            "in_flight": services.admission.in_flight,
+            "queue_depth": services.admission.depth,
+            "backends": [self._describe(backend, queued) for backend in services.registry.backends],
+        }
+
+    def one(self, backend: Backend) -> dict[str, Any]:
+        return self._describe(backend, self._services.admission.queued_by_model())
+
+    def _describe(self, backend: Backend, queued: Mapping[str, int]) -> dict[str, Any]:
+        now = self._services.clock.now()
+        known = self._known.get(backend) or _Known(now)  # it has left the fleet
+        learned = dict(self._services.strategy.known_of(backend))
+        index = None
+        if "index_blocks" in learned:
+            index = {"blocks": learned.pop("index_blocks"), "capacity_blocks": learned.pop("index_capacity_blocks")}
+        return {
+            "name": backend.name,
+            "url": backend.url,
+            "weight": backend.weight,
+            "models": list(backend.models),
+            "models_configured": backend.configured_models is not None,
+            "api_key_set": backend.api_key is not None,
+            "state": backend.state,
+            "state_age_s": round(now - known.since, 3),
+            "serving": backend.serving,
+            "why": _why(backend),
+            "draining": backend.draining,
+            "deleted": backend.deleted,
+            "last_error": _last_error(backend, known, now),
+            "health": {
+                "check_ok": backend.check_ok,
+                "connect_failures": backend.connect_failures,
+                "failed_attempts": backend.failures,
+                "busy_answers": backend.busy_in_a_row,
+                "asked_last_for_s": round(max(backend.busy_until - now, 0.0), 3),
+                "last_byte_age_s": _age_s(backend.last_byte_at, now),
+                "trial_open": backend.trial_open,
+            },
+            "in_flight": backend.in_flight,
+            "queue_depth": sum(waiting for model, waiting in queued.items() if not model or model in backend.models),
+            "report": _describe_report(backend, now),
+            "hits": dict(self._hit_accounting(backend)),
+            "learned": learned,
+            "index": index,
+            "kv_events": dict(KV_EVENTS),
+        }
+
+
+def _why(backend: Backend) -> str:
+    if backend.why:
+        return backend.why
+    if backend.draining:
+        return "being removed" if backend.deleted else "draining"
+    return ""
+
+
+def _last_error(backend: Backend, known: _Known, now: float) -> dict[str, object] | None:
+    """What the last failed check or ejection was, kept after it came back. None: nothing failed yet."""
+    if backend.state in (State.DOWN, State.EJECTED) and backend.why:
+        return {"why": backend.why, "age_s": round(now - known.last_error_at, 3)}
+    if not known.last_error:
+        return None
+    return {"why": known.last_error, "age_s": round(now - known.last_error_at, 3)}
+
+
+def _describe_report(backend: Backend, now: float) -> dict[str, Any] | None:
+    """What the engine last said of itself, and how many seconds ago; None if it never did."""
+    report = backend.report
+    age_s = _age_s(report.at, now)
+    if age_s is None:
+        return None
+    figures = asdict(report)
+    del figures["at"]
+    return {"age_s": age_s, **figures, "kv_capacity_tokens": report.kv_capacity_tokens}
+
+
+def _age_s(at: float, now: float) -> float | None:
+    return None if at == float("-inf") else round(now - at, 3)
