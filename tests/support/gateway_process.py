@@ -116,9 +116,10 @@ class GatewayProcess:
         with self.send(method, path, body, headers) as connection:
             return connection.read(head_only=method == "HEAD")
 
-    def admin(self, method: str, path: str, body: Any = None) -> Response:
+    def admin(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Response:
         with Connection(self.admin_host, self.admin_port) as connection:
-            connection.send(http_request(method, path, body))
+            fields = {"Host": self.admin_url.partition("://")[2], **(headers or {})}
+            connection.send(http_request(method, path, body, fields))
             return connection.read(head_only=method == "HEAD")
 
     # -- what it says

@@ -44,7 +44,7 @@ class Answer:
 
 
 class ScriptedControl:
-    """The fleet of the world, changed as router/control.py does it, but for reloads: those come out as they are told."""
+    """The fleet of the world, changed as router/control.py does it; but reloads come out as they are told."""
 
     def __init__(self, registry: Registry, config: Config) -> None:
         self.config = config
