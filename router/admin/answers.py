@@ -17,11 +17,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def json_answer(answer: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=status,
-        body=orjson.dumps(answer),
-        headers={"content-type": "application/json", "cache-control": "no-store", **(headers or {})},
-    )
+    always = {"content-type": "application/json", "cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return web.Response(status=status, body=orjson.dumps(answer), headers={**always, **(headers or {})})
 
 
 def error_answer(error: RouterError, told: Mapping[str, object] | None = None) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ from router.proxy.services import Services
 
 # Of the backend, as long as nothing here reads events.
 KV_EVENTS: Final = {"state": "off", "why": "this version reads no KV events; the index follows what was sent"}
+PAUSE_EVERY: Final = 32  # backends: half a millisecond, in which no request moves
 
 
 @dataclass(slots=True)
@@ -45,15 +47,20 @@ class BackendView:
             if event.after in (State.DOWN, State.EJECTED):
                 known.last_error, known.last_error_at = event.why, known.since
 
-    def all(self) -> dict[str, Any]:
+    async def all(self) -> dict[str, Any]:
         services = self._services
         queued = services.admission.queued_by_model()
+        backends = []
+        for at, backend in enumerate(services.registry.backends, 1):
+            backends.append(self._describe(backend, queued))
+            if at % PAUSE_EVERY == 0:
+                await asyncio.sleep(0)
         return {
             "strategy": services.settings.strategy_name,
             "draining": services.draining,
             "in_flight": services.admission.in_flight,
             "queue_depth": services.admission.depth,
-            "backends": [self._describe(backend, queued) for backend in services.registry.backends],
+            "backends": backends,
         }
 
     def one(self, backend: Backend) -> dict[str, Any]:

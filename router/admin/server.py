@@ -114,7 +114,7 @@ class AdminServer:
         return json_answer(config_view(self._control.config))
 
     async def _backends(self, request: web.Request) -> web.Response:
-        return json_answer(self._view.all())
+        return json_answer(await self._view.all())
 
     async def _backend(self, request: web.Request) -> web.Response:
         backend = self._services.registry.get(request.match_info["name"])
