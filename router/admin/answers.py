@@ -51,6 +51,32 @@ async def read_body(request: web.Request, *, limit_bytes: int, timeout_s: float)
     return b"".join(parts)
 
 
+class JsonRequestHandler(web.RequestHandler):
+    """A connection of the admin port. What is no HTTP gets the shape of error of all else, and no traceback in the
+    log: whoever scans ports or speaks TLS here is no fault of ours."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun; there is no room for an error")
+        if status < 500:
+            logger.debug("the admin port got what is no valid HTTP/1.1: %s", type(exc).__name__)
+            error = bad_request("The request is not valid HTTP/1.1.", code="invalid_http", status=status)
+        else:
+            logger.error("the admin port failed", exc_info=exc)
+            error = RouterError(status, "internal_error", "The gateway failed; its log says where.")
+        response = error_answer(error)
+        response.force_close()
+        return response
+
+
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Also for what aiohttp itself refuses."""

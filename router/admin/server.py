@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import quote
@@ -10,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from router.admin.access import Asker, refusal_of_change
-from router.admin.answers import error_answer, errors_as_json, json_answer, read_body
+from router.admin.answers import JsonRequestHandler, error_answer, errors_as_json, json_answer, read_body
 from router.admin.backend_view import BackendView
 from router.admin.config_view import config_view
 from router.admin.control import FleetControl
@@ -54,6 +55,7 @@ class AdminServer:
         self._view = BackendView(services, hit_accounting)
         self._explanations = 0  # under way
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -75,23 +77,31 @@ class AdminServer:
         route.add_post("/backends/{name}/undrain", self._undrain)
         if self._add_routes is not None:
             self._add_routes(app)
-        # Bodies stay as they come: an explanation reads what the data port would read, and no small body becomes huge.
-        runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_TIMEOUT_S, auto_decompress=False
-        )
+        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
+        loop = asyncio.get_running_loop()
+
+        def connection() -> JsonRequestHandler:
+            assert runner.server is not None
+            # Bodies stay as they come: an explanation reads what the data port would, and no small body becomes huge.
+            no_log: Any = None  # not foreseen by its type, but by its code
+            return JsonRequestHandler(runner.server, loop=loop, access_log=no_log, auto_decompress=False)
+
         try:
-            await web.TCPSite(runner, self._host, self._port, reuse_address=True).start()
+            self._listener = await loop.create_server(connection, self._host, self._port, reuse_address=True)
         except BaseException:
             await runner.cleanup()
             raise
         self._runner = runner
-        port: int = runner.addresses[0][1]
+        port: int = self._listener.sockets[0].getsockname()[1]
         return port
 
     async def stop(self) -> None:
         """Close the port and its connections. Harmless when it is not open."""
         self._view.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -501,6 +502,30 @@ async def test_a_fault_of_ours_is_a_json_500_without_its_text(caplog: pytest.Log
         assert "the admin port failed on /metrics" in caplog.text
         admin.broken = False
         assert (await admin.ask("GET", "/metrics")).status == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 as TLS begins\r\n\r\n",
+        b"GET /backends HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n",
+        b"GET /backends HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"POST /reload HTTP/1.1\r\nHost: localhost\r\nContent-Length: many\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_a_json_400_and_no_traceback(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as admin:
+        reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+        writer.write(raw)
+        answer = await reader.read()
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") or head.startswith(b"HTTP/1.0 400 ")
+        assert b"\r\nx-kvgate-error: 1" in head
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        assert caplog.text == ""
+        assert (await admin.ask("GET", "/version")).status == 200
 
 
 async def test_others_may_add_routes_which_get_the_same_errors() -> None:
