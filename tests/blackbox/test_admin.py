@@ -108,6 +108,29 @@ def test_the_configuration_in_force_and_the_version(gateway: GatewayProcess, sim
     assert (reloaded.status, reloaded.json()) == (200, {"result": "ok", "changed": []})
 
 
+def test_a_reload_by_request_takes_over_the_file_or_says_why_not(
+    gateway: GatewayProcess, sims: list[SimProcess]
+) -> None:
+    assert gateway.file is not None
+    before = gateway.file.read_bytes()
+    gateway.file.write_text('[server]\nprot = 1\n[log]\nlevel = "loud"\n')
+    refused = gateway.admin("POST", "/reload")
+    assert (refused.status, refused.headers["x-kvgate-error"]) == (400, "1")
+    message = refused.json()["error"]["message"]
+    assert [line.partition(":")[0] for line in message.splitlines()] == ["server.prot", "log.level"]
+    assert gateway.admin("GET", "/config").json()["log"]["level"] == "info"
+    gateway.write_config([sims[0].url], routing={"strategy": "leastload"}, limits={"max_queue": 7})
+    changed = gateway.admin("POST", "/reload")
+    assert changed.status == 200, changed.body
+    assert any(line.startswith("limits.max_queue: 1000 -> 7") for line in changed.json()["changed"])
+    assert gateway.admin("GET", "/config").json()["limits"]["max_queue"] == 7
+    assert gateway.admin("GET", "/backends").json()["strategy"] == "leastload"
+    assert gateway.admin("POST", "/explain", chat("x")).json()["choice"]["reason"] == "leastload"
+    gateway.file.write_bytes(before)
+    assert gateway.admin("POST", "/reload").status == 200
+    assert gateway.admin("POST", "/explain", chat("x")).json()["strategy"] == "prefixaware"
+
+
 def test_strangers_change_nothing(gateway: GatewayProcess) -> None:
     drain = "/backends/gpu-0/drain"
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.admin.access import Asker, is_loopback, refusal_of_change
 
@@ -172,3 +174,32 @@ def test_of_several_origins_all_must_be_ours() -> None:
 )
 def test_what_the_browser_says_of_the_page(site: str, expected: int) -> None:
     assert status(replace(HERE, fetch_sites=(site,))) == expected
+
+
+VALUES = st.one_of(
+    st.sampled_from(["127.0.0.1:9090", "localhost", "[::1]", "http://localhost", "null", "Bearer x", "same-origin"]),
+    st.text(max_size=30),
+)
+MANY = st.lists(VALUES, max_size=3)
+
+
+@given(
+    asker=st.builds(
+        Asker,
+        peer=st.one_of(st.none(), st.ip_addresses().map(str), st.text(max_size=12)),
+        hosts=MANY,
+        origins=MANY,
+        fetch_sites=MANY,
+        authorizations=MANY,
+    ),
+    token=st.one_of(st.none(), st.just(TOKEN)),
+)
+def test_nothing_that_a_request_tells_makes_it_fail_or_opens_it_from_afar(asker: Asker, token: str | None) -> None:
+    refused = refusal_of_change(asker, admin_host="127.0.0.1", token=token)
+    if refused is None:
+        assert is_loopback(asker.peer)
+        assert not asker.origins or len(asker.hosts) == 1
+    else:
+        assert refused.status in (401, 403)
+        assert (refused.status == 401) <= (token is not None)
+        assert TOKEN not in refused.message
