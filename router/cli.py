@@ -14,10 +14,11 @@ from typing import Final
 
 from router import build_info, config
 
-# Imported only when asked for: a gateway has no use for a simulator.
+# Imported only when asked for: a gateway has no use for a simulator or a client.
 LATE_COMMANDS: Final = {
     "sim": ("router.sim.cli", "one simulated vLLM engine"),
     "demo": ("router.sim.demo", "four simulated engines behind a gateway, each strategy in turn, then a table"),
+    "healthcheck": ("router.healthcheck", "does the gateway of this container answer; for the image's HEALTHCHECK"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.rules.source_tree import ROOT, imports, module_name, python_files
 
 STEPS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "metrics", "build_info", "tls", "systemd"),
+    ("errors", "clock", "metrics", "build_info", "healthcheck", "tls", "systemd"),
     ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
