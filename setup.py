@@ -20,13 +20,19 @@ COVERAGE = os.environ.get("KVGATE_COVERAGE") == "1"
 CHECKED = DEBUG or COVERAGE
 PURE = CHECKED or os.environ.get("KVGATE_PURE") == "1"
 
+
+def sources(pattern: str) -> list[str]:
+    """An archive that lacks a source must not build into a package that lacks a module."""
+    found = [str(path) for path in sorted(Path().glob(pattern))]
+    if not found:
+        raise SystemExit(f"setup.py: nothing matches {pattern}")
+    return found
+
+
 # Compiled as one group, so that calls between them are C calls. Plain typed Python: each runs from its source too.
 with open("pyproject.toml", "rb") as file:
-    REQUEST_PATH = [
-        str(path)
-        for pattern in tomllib.load(file)["tool"]["kvgate"]["request-path"]
-        for path in sorted(Path().glob(pattern))
-    ]
+    PATTERNS = tomllib.load(file)["tool"]["kvgate"]["request-path"]
+    REQUEST_PATH = [path for pattern in PATTERNS for path in sources(pattern)]
 
 compile_args = ["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
 warnings = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
@@ -36,9 +42,9 @@ macros = [("CYTHON_TRACE_NOGIL", "1")] if COVERAGE else []
 def native() -> list[Extension]:
     extensions = [
         Extension(
-            f"native.{path.stem}", [str(path)], extra_compile_args=[*compile_args, *warnings], define_macros=macros
+            f"native.{Path(path).stem}", [path], extra_compile_args=[*compile_args, *warnings], define_macros=macros
         )
-        for path in sorted(Path("native").glob("*.pyx"))
+        for path in sources("native/*.pyx")
     ]
     return cythonize(
         extensions,
