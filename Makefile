@@ -6,22 +6,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 NATIVE := $(wildcard native/*.pyx native/*.pxd native/*.h)
-COMPILED := $(wildcard router/errors.py router/metrics.py $(addsuffix /*.py,$(addprefix router/,\
-	backends wire net learning strategies proxy)))
+# The list of what mypyc compiles is pyproject.toml's.
+COMPILED := $(wildcard $(shell sed -n '/^request-path = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml))
 BUILD_INPUTS := pyproject.toml setup.py $(NATIVE) $(COMPILED)
 
 # One stamp per level: what runs, what tests need, what checks need. Each is remade when what it was made of changes.
 INSTALLED := $(VENV)/.installed
 TEST_READY := $(VENV)/.test-ready
 CHECK_READY := $(VENV)/.check-ready
+# Not made anew where .ci/container just did.
+DIST := build/dist/.built
+PUBLISHED := $(BUILD_INPUTS) MANIFEST.in README.md LICENSE CHANGELOG.md config.example.toml \
+	$(shell find router native -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize test-vllm bench clean
+.PHONY: demo test check sanitize container package test-vllm bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvgate demo $(ARGS)
 
 test: $(TEST_READY)
+	.ci/test-tools
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(CHECK_READY)
@@ -29,9 +34,20 @@ check: $(CHECK_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p router -p native
 	$(BIN)/stubtest native --allowlist .ci/stubtest-allowlist
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/kubernetes-validate --strict --quiet -k 1.29 deploy/kubernetes/*/*.yaml
+	$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/*/*.yaml
 
 sanitize: $(TEST_READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/sanitize
+
+# The Dockerfile's steps and the image they make, without a container engine; as root. Leaves build/dist behind.
+container:
+	.ci/container $(PYTHON)
+
+# What is published: the source archive, the wheel made from it, and that in an environment of its own.
+package: $(TEST_READY) $(DIST)
+	$(BIN)/python -m pytest tests/packaging/published.py $(ARGS)
 
 test-vllm: $(TEST_READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/vllm/run $(ARGS)
@@ -62,4 +78,10 @@ $(TEST_READY): $(INSTALLED)
 
 $(CHECK_READY): $(TEST_READY)
 	$(BIN)/python -m pip install --quiet --group check
+	touch $@
+
+$(DIST): $(PUBLISHED) | $(TEST_READY)
+	$(BIN)/python -m pip install --quiet --group package
+	rm -rf $(@D)
+	$(BIN)/python -m build --outdir $(@D)
 	touch $@
