@@ -1,5 +1,5 @@
 # Set-up and everything that people and CI run. `make demo` and `make test` work on a fresh Debian with Python 3.11 or
-# newer, gcc and make; nothing is installed outside of .venv.
+# newer, gcc and make. Nothing is installed outside of .venv, but for Debian's packages that tests need (.ci/test-tools).
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ CHECK_READY := $(VENV)/.check-ready
 # Not made anew where .ci/container just did.
 DIST := build/dist/.built
 PUBLISHED := $(BUILD_INPUTS) MANIFEST.in README.md LICENSE CHANGELOG.md config.example.toml \
-	$(shell find router native -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
+	$(shell find router native -type f ! -name '*.so' ! -name '*.c' ! -path '*/__pycache__/*')
 
 .DELETE_ON_ERROR:
 .PHONY: demo test check sanitize container package test-vllm bench clean
