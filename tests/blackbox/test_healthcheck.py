@@ -76,10 +76,27 @@ def test_a_process_that_accepts_and_is_silent_is_not_alive(monkeypatch):
     assert "no answer" in told
 
 
+def check(gateway) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "router", "healthcheck", "--pid", str(gateway.process.pid)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+
+
 def test_the_port_that_a_gateway_really_uses_is_found():
     """Ports 0 on both listeners: nothing but the kernel knows them."""
     with running_gateway([]) as gateway:
-        command = [sys.executable, "-m", "router", "healthcheck", "--pid", str(gateway.process.pid)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+        done = check(gateway)
         assert (done.returncode, done.stdout) == (0, f"http://127.0.0.1:{gateway.port}/livez: 200\n"), done.stderr
         assert gateway.admin("GET", "/livez").status == 404
+
+
+def test_a_gateway_that_speaks_tls_is_found_and_has_nothing_to_complain_of(tmp_path):
+    """running_gateway looks for errors in its log: the plain question must not make one every ten seconds."""
+    certificate = trustme.CA().issue_cert("gateway.example")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    tls = {"port": 0, "tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+    with running_gateway([], server=tls) as gateway:
+        done = check(gateway)
+        assert (done.returncode, done.stdout) == (0, f"https://127.0.0.1:{gateway.port}/livez: 200\n"), done.stderr
+        assert gateway.stop() == 0
+        assert [line for line in gateway.err.wait_end() if "ERROR" in line or "Exception" in line] == []
