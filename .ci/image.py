@@ -155,6 +155,7 @@ class Build:
         self.stages: dict[str, Image] = {}
         self.image: Image | None = None
         self.context.mkdir()
+        self.begun_at = time.time()  # to be compared with files' times
         send_context(self.context)
 
     def run(self, instructions: list[Instruction]) -> Image:
@@ -203,11 +204,13 @@ class Build:
         # A Debian's own interpreter minds packages beside its own; this one's go no further than the overlay.
         outside["PIP_BREAK_SYSTEM_PACKAGES"] = "1"
         environment = {**outside, **image.environment, **image.arguments, "HOME": "/root"}
-        subprocess.run(
-            inside(image, ["/bin/sh", "-c", instruction.rest], environment),
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
+        command = inside(image, ["/bin/sh", "-c", instruction.rest], environment)
+        with open(self.scratch / "log", "w+") as log:
+            done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            if done.returncode:
+                log.seek(0)
+                print(*log.readlines()[-60:], sep="", flush=True)
+                raise SystemExit(f".ci/container: RUN {instruction.rest}: exit code {done.returncode}")
 
     def _copy(self, instruction: Instruction) -> None:
         image = self._now
@@ -461,7 +464,7 @@ def main() -> int:
     try:
         build = Build(scratch)
         image = build.run(parse((ROOT / "Dockerfile").read_text()))
-        keep(build.stages["build"].root / "dist")
+        keep(build.stages["build"].root / "dist", build.begun_at)
         print("---- the image, running", flush=True)
         put_to_the_test(image, scratch)
     finally:
@@ -469,11 +472,12 @@ def main() -> int:
     return 0
 
 
-def keep(dist: Path) -> None:
-    """What was built is there for `make package`, which builds only what is older than its sources."""
+def keep(dist: Path, begun_at: float) -> None:
+    """What was built is there for `make package`, which builds anew only what is older than its sources."""
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.copytree(dist, DIST)
     (DIST / ".built").touch()
+    os.utime(DIST / ".built", (begun_at, begun_at))
 
 
 def take_down(scratch: Path) -> None:
