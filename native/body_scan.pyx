@@ -4,7 +4,8 @@ The routing prefix is a canonical byte string, in the order in which an engine b
 the keys in the body. It is never stored: its pieces go straight from the body into the chained block hashes, so the
 memory is two blocks and the hashes. Its encoding:
 
-    seed    xxh64(model, 0); with a cache_salt, xxh64(cache_salt, xxh64(model, 0)). Both UTF-8, escapes decoded
+    seed    xxh64(model, 0); with a cache_salt, xxh64(cache_salt, xxh64(model, 0)). Both UTF-8, escapes decoded. The
+            caller may name another seed for a model, so that an alias, or no name at all, shares its prefix
     record  one tag byte, then its payload up to the next tag
     text    a JSON string's inside as it stands, escapes kept; another value's bytes as they stand ("raw")
 
@@ -1281,7 +1282,8 @@ cdef object wanted_value(Span value):
     return None
 
 
-def scan_json(bytes body not None, Py_ssize_t block_bytes, tuple fields not None=(), bint hash_prefix=True):
+def scan_json(bytes body not None, Py_ssize_t block_bytes, tuple fields not None=(), bint hash_prefix=True,
+              dict seeds=None, bytes default_seed not None=b""):
     # The contract is in the .pyi.
     cdef const uint8_t* start = <const uint8_t*>body
     cdef const uint8_t* end = start + len(body)
@@ -1337,28 +1339,30 @@ def scan_json(bytes body not None, Py_ssize_t block_bytes, tuple fields not None
         if skip_space(p, end) != end:
             return nothing_read(_MALFORMED, n_fields)
         whole.recording = False
-        return read_known(start, &whole, known, values, n_fields, <size_t>block_bytes if hash_prefix else 0)
+        return read_known(start, &whole, known, values, n_fields, <size_t>block_bytes if hash_prefix else 0, seeds,
+                          default_seed)
     finally:
         PyMem_RawFree(whole.strings)
 
 
 cdef ScannedBody read_known(const uint8_t* start, Body* body, Span* known, Span* values, Py_ssize_t n_fields,
-                            size_t block_bytes):
+                            size_t block_bytes, dict seeds, bytes default_seed):
     cdef ScannedBody scanned = nothing_read(_OK, n_fields)
     cdef uint64_t seed
     cdef int64_t limit
     cdef int field
     cdef Py_ssize_t i
-    cdef bytes text
+    cdef bytes text, seeding = default_seed
     if is_string(known[MODEL]):
         text = decoded(known[MODEL])
         if text is None:
             return nothing_read(_MALFORMED, n_fields)
         scanned.model = PyUnicode_DecodeUTF8(<const char*>text, len(text), b"replace")
         scanned.model_span = (known[MODEL].start - start, known[MODEL].end - start)
-        seed = xxh64(<const uint8_t*>text, <size_t>len(text), 0)
-    else:
-        seed = xxh64(NULL, 0, 0)
+        seeding = text
+        if seeds is not None:
+            seeding = seeds.get(scanned.model, text)
+    seed = xxh64(<const uint8_t*>seeding, <size_t>len(seeding), 0)
     if is_string(known[CACHE_SALT]):
         text = decoded(known[CACHE_SALT])
         if text is None:

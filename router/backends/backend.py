@@ -17,7 +17,7 @@ class State(StrEnum):
     DOWN = "down"  # its health checks fail
 
 
-_SERVING = (State.UP, State.TRIAL)  # looked up once: a member of an enum costs more to name than to compare
+SERVING_STATES = (State.UP, State.TRIAL)  # looked up once: a member of an enum costs more to name than to compare
 
 
 @dataclass(slots=True)
@@ -96,11 +96,12 @@ class Backend:
     busy_in_a_row: int = 0  # answers 429 and 503
     busy_until: float = float("-inf")  # clock.now(): others are asked before it
     deleted: bool = False  # leaves the fleet when its last attempt ends
+    out_since: float = float("-inf")  # clock.now() when it came, or last stopped serving
     report: EngineReport = field(default_factory=EngineReport)
 
     @property
     def serving(self) -> bool:
-        return not self.draining and self.state in _SERVING
+        return not self.draining and self.state in SERVING_STATES
 
     def __repr__(self) -> str:
         return f"<Backend {self.name} {self.state.value} in_flight={self.in_flight}>"

@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import orjson
 
-from router.backends.backend import Backend, State
+from router.backends.backend import SERVING_STATES, Backend, State
 from router.clock import Clock, TimerHandle
 
 logger = logging.getLogger(__name__)
 
 BACKENDS_LIMIT: Final = 4096
+START_PATIENCE_S: Final = 600.0  # how long a backend may load its weights before nobody waits for its models any more
 REAP_INTERVAL_S: Final = 0.25  # how soon a deleted backend leaves after its last attempt ended
 
 # vLLM makes these anew for each answer to /v1/models: they tell nothing about the model.
@@ -73,6 +74,17 @@ class ModelsChanged:
     backend: Backend
     gained: frozenset[str]
     lost: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSeeds:
+    """Which name stands for a model where prompts are hashed: all names of one base model share their prefixes, as they
+    share the engine's cache. `names`: only those for which it is another, None for none; `default`: for a body that
+    names no model. Values are UTF-8.
+    """
+
+    names: dict[str, bytes] | None
+    default: bytes
 
 
 # By what two engines know that they serve one model: ("name", id) or ("root", root).
@@ -143,6 +155,8 @@ class Registry:
         self._default_pool: Pool | None = None
         self._default_names: list[str] | None = None
         self._default_version = -1
+        self._seeds = PromptSeeds(None, b"")
+        self._seeds_version = -1
         self._listing = b""
         self._listing_version = -1
         self._known: list[str] = []
@@ -152,6 +166,8 @@ class Registry:
         self._delivering = False
         self._reaper: TimerHandle | None = None
         self._models_version = 0  # grows where the models of those that are to stay may have changed
+        self._emptied_at = clock.now()  # when the last backend left; the beginning, if none ever came
+        self.aliases: dict[str, str] = {}  # a client's name for a model -> the fleet's; written by set_aliases alone
         self.version = 0
 
     # --- reading
@@ -194,19 +210,47 @@ class Registry:
         return self._default_pool
 
     def known_models(self) -> list[str]:
-        """Sorted. A model stays known while a backend that is to stay listed it last, be that backend up or down."""
+        """Sorted, with the aliases of those that are known. A model stays known while a backend that is to stay listed
+        it last, be that backend up or down."""
         if self._known_version != self._models_version:
             self._known_version = self._models_version
-            self._known = sorted(self._pools)
+            aliases = [alias for alias, model in self.aliases.items() if model in self._pools]
+            self._known = sorted({*self._pools, *aliases})
         return list(self._known)
+
+    def prompt_seeds(self) -> PromptSeeds:
+        """Costs nothing unless models or aliases changed."""
+        if self._seeds_version != self._models_version:
+            self._seeds_version = self._models_version
+            self._seeds = self._renewed_seeds()
+        return self._seeds
 
     @property
     def models_unknown(self) -> bool:
         """Some backend never told its models: a name that we do not know may still be one of its."""
         return any(backend not in self._told for backend in self._snapshot if not backend.deleted)
 
+    def models_awaited(self) -> bool:
+        """A backend that never told its models is just starting: worth waiting for it. One that has not answered for
+        START_PATIENCE_S is not."""
+        since = self._clock.now() - START_PATIENCE_S
+        return any(
+            b.state is State.STARTING and not b.draining and b.out_since > since and b not in self._told
+            for b in self._snapshot
+        )
+
+    def waiting_pool(self) -> Pool:
+        """For one request whose model is not known yet: nobody serves it, and it stands in nobody's way."""
+        return Pool(self, "", lambda backend: False)
+
+    def outage_s(self, members: Sequence[Backend]) -> float:
+        """How long none of these has served; of none at all, how long the fleet has been empty."""
+        since = max([b.out_since for b in members]) if members else self._emptied_at
+        return self._clock.now() - since
+
     def listing(self) -> bytes:
-        """The answer to GET /v1/models: the union over the fleet, each entry as the first engine with it gave it."""
+        """The answer to GET /v1/models: the union over the fleet, each entry as the first engine with it gave it. An
+        alias has its model's entry under its own id, and takes the place of a model of its name."""
         if self._listing_version != self._models_version:
             self._listing_version = self._models_version
             entries: dict[str, dict[str, Any]] = {}
@@ -217,6 +261,10 @@ class Registry:
                     known = entries.get(model)
                     if known is None or (_is_placeholder(known) and not _is_placeholder(entry)):
                         entries[model] = entry
+            aliased = {
+                alias: {**entries[model], "id": alias} for alias, model in self.aliases.items() if model in entries
+            }
+            entries |= aliased
             self._listing = orjson.dumps({"object": "list", "data": list(entries.values())})
         return self._listing
 
@@ -266,6 +314,7 @@ class Registry:
             configured_models=tuple(models) if models is not None else None,
             tls_ca=tls_ca,
             tls_verify=tls_verify,
+            out_since=self._clock.now(),
         )
         self._by_name[name] = backend
         self._snapshot = (*self._snapshot, backend)
@@ -284,6 +333,7 @@ class Registry:
             return backend
         del self._by_name[name]
         self._leaving.append(backend)
+        self._leaves_service(backend)
         backend.deleted = True
         backend.draining = True
         self._unlist_names(backend.models)
@@ -321,6 +371,8 @@ class Registry:
         backend.why = "" if state is State.UP else why
         if backend.state is state:
             return False
+        if state not in SERVING_STATES:
+            self._leaves_service(backend)
         before, backend.state = backend.state, state
         self._changed(StateChanged(backend, before, state, backend.why))
         return True
@@ -349,6 +401,14 @@ class Registry:
         self._changed(ModelsChanged(backend, gained, lost))
         return True
 
+    def set_aliases(self, aliases: Mapping[str, str]) -> None:
+        """A client's name for a model -> the fleet's, in place of those before. An alias wins over a model of its name;
+        it is unknown while its model is."""
+        if aliases != self.aliases:
+            self.aliases = dict(aliases)
+            self._models_version += 1
+            self.version += 1
+
     def reap(self) -> None:
         """Let deleted backends go that carry nothing any more. Runs by itself while any is left."""
         if self._reaper is not None:
@@ -359,6 +419,8 @@ class Registry:
             self._leaving.remove(backend)
             self._told.discard(backend)
             self._snapshot = tuple([other for other in self._snapshot if other is not backend])
+            if not self._snapshot:
+                self._emptied_at = self._clock.now()
         if self._leaving:
             self._reaper = self._clock.call_later(REAP_INTERVAL_S, self.reap)
         for backend in gone:
@@ -409,6 +471,11 @@ class Registry:
         except Exception:  # one subscriber's bug must not keep the others from knowing who is down
             logger.exception("a subscriber of the fleet failed on %s of %s", type(event).__name__, event.backend.name)
 
+    def _leaves_service(self, backend: Backend) -> None:
+        """To be called before a change that may end its serving."""
+        if backend.serving:
+            backend.out_since = self._clock.now()
+
     # --- models
 
     def _set_draining(self, name: str, draining: bool) -> Backend:
@@ -418,6 +485,7 @@ class Registry:
                 raise ValueError(f"backend {name!r} is being removed")
             return backend
         if backend.draining is not draining:
+            self._leaves_service(backend)
             backend.draining = draining
             self._changed(DrainChanged(backend))
         return backend
@@ -443,7 +511,12 @@ class Registry:
                 del self._pools[model]
 
     def _only_base_model(self) -> list[str] | None:
-        """The names of the fleet's only base model, in order of the fleet; None without any, or with several.
+        """The names of the fleet's only base model, in order of the fleet; None without any, or with several."""
+        models = self._base_models()
+        return models[0] if len(models) == 1 else None
+
+    def _base_models(self) -> list[list[str]]:
+        """The names of each base model, in order of the fleet.
 
         Engines agree on a model by the name under which they serve it or by its `root` (the weights); either is
         enough, as one host may serve it from a local folder. An entry with a `parent` is an adapter.
@@ -468,7 +541,28 @@ class Registry:
                 if root is not None:
                     signs.add(("root", root))
                 _join(signs, group_of, groups)
-        return names if sum(bool(group) for group in groups) == 1 else None
+        by_group: dict[int, list[str]] = {}
+        for name in names:
+            by_group.setdefault(group_of["name", name], []).append(name)
+        return list(by_group.values())
+
+    def _renewed_seeds(self) -> PromptSeeds:
+        before = self._seeds.names or {}
+        seeds: dict[str, bytes] = {}
+        models = self._base_models()
+        for names in models:
+            if len(names) > 1:
+                # A name that stood for others goes on to do so: what was learned of their prefixes stays true.
+                stood = {before[name] for name in names if name in before}
+                seed = next((name for name in names if name.encode() in stood), names[0]).encode()
+                seeds.update({name: seed for name in names if name.encode() != seed})
+        seeds.update(
+            {alias: seeds.get(model, model.encode()) for alias, model in self.aliases.items() if model in self._pools}
+        )
+        default = b""
+        if len(models) == 1:
+            default = seeds.get(models[0][0], models[0][0].encode())
+        return PromptSeeds(seeds or None, default)
 
 
 def split_url(url: str) -> tuple[str, str, int]:

@@ -24,6 +24,7 @@ class Part:
     name: bytes
     value: bytes | memoryview
     is_file: bool  # it has a file name; its value is then a view into the body
+    start: int  # of its value in the body
 
 
 def is_multipart(content_type: bytes) -> bool:
@@ -67,7 +68,7 @@ def read_parts(body: bytes, boundary: bytes) -> list[Part]:
         if value_end < 0:
             raise MultipartError("a part has no end")
         value = view[value_start:value_end]
-        parts.append(Part(name, value if is_file else bytes(value), is_file))
+        parts.append(Part(name, value if is_file else bytes(value), is_file, value_start))
         at = value_end + len(delimiter)
     return parts
 

@@ -14,6 +14,7 @@ from router.backends.backend import Backend, State
 from router.backends.in_flight import InFlight
 from router.backends.registry import (
     BACKENDS_LIMIT,
+    START_PATIENCE_S,
     BackendAdded,
     BackendRemoved,
     DrainChanged,
@@ -257,6 +258,98 @@ def test_the_listing_survives_a_dead_and_a_silent_backend(registry: Registry) ->
     registry.set_state(a, State.DOWN, "dead")
     registry.add("b", "http://b")
     assert [e["id"] for e in listed(registry)] == ["m"]
+
+
+def test_an_alias_is_listed_with_its_model_s_entry_while_that_is_known(registry: Registry) -> None:
+    a = serving(registry, "a")
+    registry.set_models(a, [entry("m", max_model_len=1024), entry("gpt", root="other")])
+    registry.set_aliases({"x": "m", "gpt": "m", "lost": "nobody"})
+    aliased = [entry("m", max_model_len=1024), entry("gpt", max_model_len=1024), entry("x", max_model_len=1024)]
+    assert listed(registry) == aliased
+    assert registry.known_models() == ["gpt", "m", "x"]
+    registry.set_aliases({})
+    assert listed(registry) == [aliased[0], entry("gpt", root="other")]
+    registry.set_aliases({"x": "m"})
+    registry.remove("a")
+    assert listed(registry) == []
+    assert registry.known_models() == []
+
+
+# --- what seeds a prompt's hashes
+
+
+def seeds_of(registry: Registry, *names: str) -> list[str]:
+    seeds = registry.prompt_seeds()
+    return [(seeds.names or {}).get(name, name.encode()).decode() for name in names]
+
+
+def test_all_names_of_one_base_model_have_one_seed_and_an_adapter_its_own(registry: Registry) -> None:
+    a, b = serving(registry, "a"), serving(registry, "b")
+    registry.set_models(a, [entry("m", root="/w"), entry("m-too", root="/w"), entry("sql", root="/l", parent="m")])
+    registry.set_models(b, [entry("m", root="/elsewhere"), entry("third", root="/elsewhere")])
+    registry.set_aliases({"x": "m-too", "y": "sql", "lost": "nobody"})
+    assert seeds_of(registry, "m", "m-too", "third", "x", "sql", "y") == ["m", "m", "m", "m", "sql", "sql"]
+    assert registry.prompt_seeds().default == b"m"
+    serving(registry, "c", "another")
+    assert registry.prompt_seeds().default == b""
+    assert seeds_of(registry, "m-too", "another") == ["m", "another"]
+
+
+def test_one_name_alone_needs_no_map(registry: Registry) -> None:
+    serving(registry, "a", "m")
+    serving(registry, "b", "m")
+    assert registry.prompt_seeds().names is None
+    assert registry.prompt_seeds().default == b"m"
+
+
+def test_a_name_that_stands_for_others_stands_on_when_the_fleet_changes(registry: Registry) -> None:
+    a, b = serving(registry, "a"), serving(registry, "b")
+    registry.set_models(a, [entry("m", root="/w"), entry("m-too", root="/w")])
+    registry.set_models(b, [entry("m-too", root="/w"), entry("m", root="/w")])
+    assert seeds_of(registry, "m-too") == ["m"]
+    registry.remove("a")
+    assert seeds_of(registry, "m-too", "m") == ["m", "m"]
+
+
+# --- how long nobody has served, and whether somebody is coming
+
+
+def test_an_outage_lasts_since_the_last_one_stopped_serving(registry: Registry, clock: VirtualClock) -> None:
+    assert registry.outage_s(()) == 0.0
+    a, b = serving(registry, "a", "m"), serving(registry, "b", "m")
+    clock.advance(10.0)
+    registry.set_state(a, State.DOWN, "dead")
+    clock.advance(5.0)
+    registry.drain("b")
+    clock.advance(2.0)
+    registry.set_state(a, State.DOWN, "still dead")
+    registry.set_state(a, State.EJECTED, "and silent")
+    assert registry.outage_s([a, b]) == 2.0
+    assert registry.outage_s([a]) == 7.0
+    registry.undrain("b")
+    clock.advance(1.0)
+    registry.remove("b")
+    registry.remove("a")
+    clock.advance(4.0)
+    assert registry.backends == ()
+    assert registry.outage_s(()) == 4.0
+
+
+def test_models_are_awaited_from_those_that_are_just_starting(registry: Registry, clock: VirtualClock) -> None:
+    assert not registry.models_awaited()
+    a = registry.add("a", "http://a")
+    registry.add("b", "http://b", models=["m"])
+    assert registry.models_awaited()
+    registry.drain("a")
+    assert not registry.models_awaited()
+    registry.undrain("a")
+    clock.advance(START_PATIENCE_S)
+    assert not registry.models_awaited()
+    registry.add("c", "http://c")
+    assert registry.models_awaited()
+    registry.set_models(a, [])
+    registry.set_state(registry.get("c") or a, State.DOWN, "dead")
+    assert not registry.models_awaited()
 
 
 def test_the_listing_is_rendered_once_per_version(registry: Registry) -> None:
