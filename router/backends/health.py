@@ -69,11 +69,23 @@ def poll_session() -> aiohttp.ClientSession:
 class _Watch:
     """What is remembered of one backend between two rounds."""
 
-    __slots__ = ("check", "failures", "models_due", "models_problem", "round", "successes", "task")
+    __slots__ = (
+        "asking",
+        "check",
+        "failures",
+        "models_asked",
+        "models_due",
+        "models_problem",
+        "round",
+        "successes",
+        "task",
+    )
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.check: asyncio.Task[bool] | None = None  # one that somebody asked for, shared by all who ask meanwhile
+        self.asking: set[asyncio.Task[bool]] = set()  # for the models, outside of the rounds
+        self.models_asked = 0  # how often so
         self.round = 0
         self.successes = 0  # in a row
         self.failures = 0  # in a row
@@ -156,10 +168,26 @@ class HealthMonitor:
         return not check.cancelled() and check.result()
 
     def ask_models(self, backend: Backend) -> None:
-        """Have the next round ask for the models: a request has just changed them."""
+        """Have the next round ask for the models."""
         watch = self._watches.get(backend)
         if watch is not None:
+            watch.models_asked += 1
             watch.models_due = True
+
+    async def ask_models_now(self, backend: Backend) -> bool:
+        """Ask for the models at once, since a request has just changed them: True if the engine told them. The next
+        round asks once more, as an answer from before the change may have been under way. Goes on if its caller is
+        cancelled. False for a backend that left the fleet."""
+        watch = self._watches.get(backend)
+        if watch is None:
+            return False
+        watch.models_asked += 1
+        watch.models_due = True
+        asked = asyncio.create_task(self._poll_models(backend, watch), name=f"models {backend.name}")
+        watch.asking.add(asked)
+        asked.add_done_callback(watch.asking.discard)
+        await asyncio.wait((asked,))
+        return not asked.cancelled() and asked.result()
 
     def _fleet_changed(self, event: FleetEvent) -> None:
         if isinstance(event, BackendAdded):
@@ -175,7 +203,7 @@ class HealthMonitor:
         watch = self._watches.pop(backend, None)
         if watch is None:
             return
-        for task in (watch.task, watch.check):
+        for task in (watch.task, watch.check, *watch.asking):
             if task is not None:
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
@@ -217,7 +245,9 @@ class HealthMonitor:
         )
         if watch.models_due or returns:
             # Before it serves: an engine that comes back with another model must not get requests for the old one.
-            watch.models_due = not await self._poll_models(backend, watch)
+            asked = watch.models_asked
+            told = await self._poll_models(backend, watch)
+            watch.models_due = not told or watch.models_asked != asked
         # The state is looked at again: check_now may have found it dead meanwhile.
         if returns and watch.failures == 0 and backend.state in (State.STARTING, State.DOWN):
             self._registry.set_state(backend, State.UP, "")
@@ -254,13 +284,17 @@ class HealthMonitor:
                 if response.status != 200:
                     raise PollFailed(f"/v1/models answers {response.status}")
                 body = await _read(response, MODELS_LIMIT_BYTES)
-            entries = read_models(body)
+            faults: list[str] = []
+            entries = read_models(body, faults)
         except (PollFailed, BadModels) as failure:
             if watch.models_problem != str(failure):
                 watch.models_problem = str(failure)
                 logger.warning("backend %s does not tell its models: %s", backend.name, failure)
             return False
-        watch.models_problem = ""
+        problem = "; ".join(faults)
+        if problem and watch.models_problem != problem:
+            logger.warning("backend %s tells of models that cannot be used: %s", backend.name, problem)
+        watch.models_problem = problem
         self._registry.set_models(backend, entries)
         return True
 

@@ -147,9 +147,13 @@ class _Engine:
             self._found(f"/v1/models answers {status}", "is it an OpenAI-compatible engine (vllm serve)?")
             return
         try:
-            entries = read_models(body)
+            faults: list[str] = []
+            entries = read_models(body, faults)
         except BadModels as error:
-            self._found(f"/v1/models is not as vLLM answers it: {error}", "is it an OpenAI-compatible engine?")
+            faults, entries = [str(error)], None
+        for fault in faults:
+            self._found(f"/v1/models is not as vLLM answers it: {fault}", "is it an OpenAI-compatible engine?")
+        if entries is None:
             return
         # Base models before their adapters: any of the former can be asked for a token.
         entries.sort(key=lambda entry: entry.get("parent") is not None)

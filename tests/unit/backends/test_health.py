@@ -289,14 +289,44 @@ async def test_models_are_asked_for_again_every_tenth_round() -> None:
         assert len(engine.requests["/v1/models"]) == 2
 
 
-async def test_a_request_that_changed_the_models_has_them_asked_for_in_the_next_round() -> None:
+async def test_a_request_that_changed_the_models_has_them_asked_for_at_once_and_in_the_next_round() -> None:
     async with watching() as (watched, (engine,)):
         await watched.monitor.start()
         await watched.until(lambda: only(watched).state is State.UP)
         engine.handlers["/v1/models"] = answer_json({"data": []})
-        watched.monitor.ask_models(only(watched))
-        await watched.until(lambda: watched.registry.known_models() == [])
+        rounds = len(engine.requests["/health"])
+        assert await watched.monitor.ask_models_now(only(watched))
+        assert watched.registry.known_models() == []
+        assert len(engine.requests["/health"]) == rounds
+        engine.handlers["/v1/models"] = answer_json({"data": [{"id": "late"}]})
+        await watched.until(lambda: watched.registry.known_models() == ["late"])
         assert len(engine.requests["/health"]) < MODELS_ROUNDS
+
+
+async def test_an_engine_that_does_not_tell_its_models_when_asked_keeps_those_it_had() -> None:
+    async with watching() as (watched, (engine,)):
+        await watched.monitor.start()
+        await watched.until(lambda: only(watched).state is State.UP)
+        engine.handlers["/v1/models"] = answer_json({}, status=500)
+        assert not await watched.monitor.ask_models_now(only(watched))
+        assert watched.registry.known_models() == ["m"]
+        gone = watched.registry.remove("e0")
+        assert not await watched.monitor.ask_models_now(gone)
+
+
+async def test_one_bad_entry_costs_an_engine_no_other_model_and_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with watching() as (watched, (engine,)):
+        engine.handlers["/v1/models"] = answer_json({"data": [{"id": "m"}, {"id": 7}, "odd"]})
+        await watched.monitor.start()
+        await watched.until(lambda: only(watched).state is State.UP)
+        assert watched.registry.known_models() == ["m"]
+        assert await watched.monitor.ask_models_now(only(watched))
+        told = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+        assert told == [
+            "backend e0 tells of models that cannot be used: an entry without a string `id` (2 of 3 left out)"
+        ]
 
 
 def answer_json(answer: Any, status: int = 200) -> Handler:
@@ -335,7 +365,7 @@ async def test_a_bad_list_of_models_leaves_the_old_one_and_is_logged_once(
         await watched.until(lambda: only(watched).state is State.UP)
         engine.handlers["/v1/models"] = bad
         asked = len(engine.requests["/v1/models"])
-        watched.monitor.ask_models(only(watched))
+        assert not await watched.monitor.ask_models_now(only(watched))
         while len(engine.requests["/v1/models"]) < asked + 4:
             await watched.report()
         assert watched.registry.known_models() == ["m"]

@@ -194,7 +194,14 @@ def test_a_configured_model_is_the_one_that_is_asked():
     assert engine.completions[0]["model"] == "lora"
 
 
-@pytest.mark.parametrize("models", [[], {}, {"data": 5}, {"data": [{"id": 7}]}, {"data": [{"id": "m"}, {}]}, "x", None])
+def test_an_entry_that_cannot_be_used_is_named_and_the_other_models_are_asked() -> None:
+    engine = Engine()
+    engine.models = {"data": [{"id": "m"}, {}]}
+    assert "without a string `id` (1 of 2 left out)" in only_finding(engine)
+    assert engine.completions
+
+
+@pytest.mark.parametrize("models", [[], {}, {"data": 5}, {"data": [{"id": 7}]}, "x", None])
 def test_an_engine_without_readable_models_is_named(models):
     engine = Engine()
     engine.models = models
