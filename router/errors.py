@@ -49,7 +49,7 @@ class RouterError(Exception):
     def type(self) -> str:
         """The `type` that OpenAI clients know for this kind of status."""
         if self.status == 401:
-            return "authentication_error"
+            return "invalid_api_key"
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
@@ -89,8 +89,18 @@ def queue_full(retry_after_s: int) -> RouterError:
     return RouterError(429, "queue_full", "The gateway's queue is full.", retry_after_s=retry_after_s)
 
 
-def queue_timeout(waited_s: float) -> RouterError:
-    return RouterError(429, "queue_full", f"No backend had room within {waited_s:g} s.", retry_after_s=1)
+def queue_timeout(waited_s: float, retry_after_s: int) -> RouterError:
+    return RouterError(429, "queue_full", f"No backend had room within {waited_s:g} s.", retry_after_s=retry_after_s)
+
+
+def invalid_api_key() -> RouterError:
+    """Never tells whether there was a key at all, nor any of it."""
+    return RouterError(
+        401,
+        "invalid_api_key",
+        "A valid API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+        source=Source.CLIENT,
+    )
 
 
 def upstream_error(message: str) -> RouterError:
