@@ -116,6 +116,10 @@ class RequestHead:
         """The first end-to-end header of this lower-case name."""
         return find_header(self.kept, name)
 
+    def drop(self, names: frozenset[bytes]) -> None:
+        """Keep the headers of these lower-case names back."""
+        self.kept = drop_headers(self.kept, names)
+
 
 class ResponseHead:
     """One response's head. `kept`: the lines that pass on; framing and connection are rendered anew."""

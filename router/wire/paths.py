@@ -61,6 +61,10 @@ _READ: Final = PathKind.READ
 _CHANGE: Final = PathKind.CHANGE
 
 
+# After these an engine serves other models than before.
+ADAPTER_PATHS: Final = frozenset((b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"))
+
+
 def path_kind(method: bytes, path: bytes) -> PathKind:
     if method == b"POST" and path in _INFERENCE:
         return _INFERENCE_PATH
