@@ -194,6 +194,10 @@ class Downstream(asyncio.Protocol):
         if head.framing is _NONE or (head.framing is _LENGTH and head.content_length == 0):
             self._hand_over(exchange, b"")
             return
+        refusal = exchange.refusal()
+        if refusal is not None:
+            exchange.on_refused(refusal)
+            return
         if head.framing is _LENGTH and head.content_length > self._limits.max_body_bytes:
             exchange.on_refused(self._too_large())
             return

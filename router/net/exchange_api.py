@@ -17,6 +17,9 @@ from router.wire.http_head import RequestHead, ResponseHead
 class DownstreamEvents(Protocol):
     """What a client's connection tells the exchange that it carries."""
 
+    def refusal(self) -> RouterError | None:
+        """Asked before a body is read: why it should not be. on_refused() follows."""
+
     def on_request(self, body: bytes) -> None:
         """The whole request is here."""
 
