@@ -47,6 +47,7 @@ class AccessLine:
     total_s: float
     bytes_out: int
     id: bytes
+    key: str = ""  # the operator's name for the API key, never the key
 
 
 class AccessLog:
@@ -117,7 +118,7 @@ class _Writer:
 
 def _text_line(at: float, line: AccessLine) -> bytes:
     # One format of bytes and integers: floats and text took three times as long.
-    served = ttft = b""
+    served = ttft = key = b""
     if line.backend:
         served = b" model=%b backend=%b reason=%b matched=%d" % (
             _plain(line.model.encode()),  # the engine's word
@@ -128,11 +129,13 @@ def _text_line(at: float, line: AccessLine) -> bytes:
     if line.ttft_s is not None:
         units = int(line.ttft_s * 10_000)
         ttft = b" ttft_s=%d.%04d" % (units // 10_000, units % 10_000)
+    if line.key:
+        key = b" key=%b" % line.key.encode()  # visible ASCII, as config.py wants it
     queue, total = int(line.queue_s * 10_000), int(line.total_s * 10_000)
     return (
         (
             b"%b access client=%b method=%b path=%b status=%d ended=%b%b%b load=%d attempts=%d"
-            b" queue_s=%d.%04d total_s=%d.%04d bytes=%d id=%b\n"
+            b" queue_s=%d.%04d total_s=%d.%04d bytes=%d%b id=%b\n"
         )
         % (
             _timestamp(int(at)),
@@ -150,6 +153,7 @@ def _text_line(at: float, line: AccessLine) -> bytes:
             total // 10_000,
             total % 10_000,
             line.bytes_out,
+            key,
             _plain(line.id[:ID_LIMIT]),
         )
     )

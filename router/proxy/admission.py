@@ -1,46 +1,94 @@
 """Who may start: the caps on requests in flight, and the queue of those who may not yet.
 
 The cap is a true one: a place is taken with the choice of a backend and given back when that attempt ends, after its
-last byte. The queue is first in, first out; a waiter whose model has no free backend does not hold up another model's.
+last byte. The queue is first in, first out; a waiter whose model has no free backend does not hold up another model's,
+and a model with many waiters does not keep another from waiting: where the queue is full, the youngest of the longest
+line makes room for a model with a shorter one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
+from heapq import heapify, heappop, heappush
+from typing import Final, Protocol
 
 from router.backends.registry import Pool
 from router.errors import RouterError, queue_full
+
+RETRY_AFTER_MAX_S: Final = 60
+MEMORY: Final = 128.0  # places given back, or waiters placed, after which what was measured before counts half
 
 
 class Waiter(Protocol):
     pool: Pool
 
     def try_place(self) -> bool:
-        """Start an attempt, or end for good; False: it has to wait."""
+        """Start an attempt, or end for good; False: it has to wait, perhaps for another `pool` than before. Starts
+        nothing while the admission is full."""
 
     def on_rejected(self, error: RouterError) -> None:
         """There is no place to wait."""
 
 
+class _Line:
+    """Those who wait for one pool, by their tickets, and how fast they were placed since somebody waits."""
+
+    __slots__ = ("placed", "since", "waiters")
+
+    def __init__(self, now: float) -> None:
+        self.waiters: OrderedDict[Waiter, int] = OrderedDict()
+        self.since = now
+        self.placed = 0.0
+
+    def count_placed(self, now: float) -> None:
+        self.placed += 1.0
+        if self.placed >= MEMORY:
+            self.placed /= 2.0
+            self.since = now - (now - self.since) / 2.0
+
+    def put(self, waiter: Waiter, ticket: int) -> None:
+        """In the order of tickets: mostly at the end, or for one that could not be placed at the front again."""
+        waiters = self.waiters
+        youngest = next(reversed(waiters.values())) if waiters else -1
+        oldest = next(iter(waiters.values())) if waiters else -1
+        waiters[waiter] = ticket
+        if ticket < oldest:
+            waiters.move_to_end(waiter, last=False)
+        elif ticket < youngest:
+            self.waiters = OrderedDict(sorted(waiters.items(), key=_ticket))
+
+
+def _ticket(item: tuple[Waiter, int]) -> int:
+    return item[1]
+
+
 class Admission:
     """`max_in_flight` 0 means no cap; `max_queue` bounds those who wait, over all models. Repeats wait apart: each has
-    its own backends to avoid, so none may hold up another, and they go first."""
+    its own backends to avoid, so none may hold up another, and they go first.
+
+    Times are the caller's, clock.now().
+    """
 
     def __init__(self, max_in_flight: int, max_queue: int) -> None:
         self._max_in_flight = max_in_flight
         self._max_queue = max_queue
-        self._queues: dict[Pool, OrderedDict[Waiter, int]] = {}
+        self._lines: dict[Pool, _Line] = {}
         self._repeats: dict[Waiter, None] = {}
         self._ticket = 0
         self._pumping = False
         self._pump_again = False
+        self._fleet_changed = False  # since those were last asked whose model nobody serves
         self._closed = False
+        # how long a place is held: the time spent in flight, over all attempts, and how many of them ended
+        self._held_s = 0.0
+        self._ended = 0.0
+        self._counted_at = 0.0
         self.in_flight = 0
         self.depth = 0
 
     def set_limits(self, max_in_flight: int, max_queue: int) -> None:
-        """Other bounds; who is over one already stays. Call pump() when there may be more room."""
+        """Other bounds, pump() to follow. Nobody who runs or waits is sent away: where there are more than the new ones
+        allow, no further one comes in until there are fewer."""
         self._max_in_flight = max_in_flight
         self._max_queue = max_queue
 
@@ -48,15 +96,18 @@ class Admission:
     def full(self) -> bool:
         return 0 < self._max_in_flight <= self.in_flight
 
-    def enter(self, waiter: Waiter) -> None:
+    def enter(self, waiter: Waiter, now: float) -> None:
         """Place it now if nobody of its model waits already, else let it wait."""
-        if waiter.pool not in self._queues and not self.full and not self._closed and waiter.try_place():
+        pool = waiter.pool
+        # One whose model nobody serves takes no place: it is told at once, be there a free one or not.
+        may_try = pool not in self._lines and not self._closed and (not self.full or not pool.candidates)
+        if may_try and waiter.try_place():
             return
-        if self.depth >= self._max_queue:
-            waiter.on_rejected(queue_full(self._retry_after_s()))
+        if self.depth >= self._max_queue and not self._make_room(waiter.pool, now):
+            waiter.on_rejected(queue_full(self.retry_after_s(waiter.pool, now)))
             return
         self._ticket += 1
-        self._put(waiter, self._ticket)
+        self._put(waiter, self._ticket, now)
 
     def queue_repeat(self, waiter: Waiter) -> None:
         """Let a repeat wait, to be called before its failed attempt gives its place back: so it is the first who may
@@ -70,23 +121,34 @@ class Admission:
             del self._repeats[waiter]
             self.depth -= 1
             return
-        queue = self._queues.get(waiter.pool)
-        if queue is not None and queue.pop(waiter, None) is not None:
+        line = self._lines.get(waiter.pool)
+        if line is not None and line.waiters.pop(waiter, None) is not None:
             self.depth -= 1
-            if not queue:
-                del self._queues[waiter.pool]
+            if not line.waiters:
+                del self._lines[waiter.pool]
 
-    def taken(self) -> None:
+    def taken(self, now: float) -> None:
+        self._count(now)
         self.in_flight += 1
 
-    def released(self) -> None:
+    def released(self, now: float) -> None:
         """A place is free again."""
+        self._count(now)
         self.in_flight -= 1
+        self._ended += 1.0
+        if self._ended >= MEMORY:
+            self._ended /= 2.0
+            self._held_s /= 2.0
         if self.depth:
-            self.pump()
+            self._place(now)
 
-    def pump(self) -> None:
-        """Place whoever can be placed, oldest first. To be called too when backends come, go or recover."""
+    def pump(self, now: float) -> None:
+        """Place whoever can be placed, oldest first, and tell those who have nothing left to wait for. To be called when
+        backends come, go or recover, and after other limits."""
+        self._fleet_changed = True
+        self._place(now)
+
+    def _place(self, now: float) -> None:
         if self._pumping:  # placing one may free another's place in the same call
             self._pump_again = True
             return
@@ -96,7 +158,8 @@ class Admission:
             while self._pump_again and not self._closed:
                 self._pump_again = False
                 self._place_repeats()
-                self._place_oldest_first()
+                fleet_changed, self._fleet_changed = self._fleet_changed, False
+                self._place_oldest_first(now, fleet_changed)
         finally:
             self._pumping = False
 
@@ -106,17 +169,56 @@ class Admission:
 
     def queued_by_model(self) -> dict[str, int]:
         queued: dict[str, int] = {}
-        for pool, queue in self._queues.items():
-            queued[pool.model] = queued.get(pool.model, 0) + len(queue)
+        for pool, line in self._lines.items():
+            queued[pool.model] = queued.get(pool.model, 0) + len(line.waiters)
         for waiter in self._repeats:
             queued[waiter.pool.model] = queued.get(waiter.pool.model, 0) + 1
         return queued
 
-    def _put(self, waiter: Waiter, ticket: int, first: bool = False) -> None:
-        queue = self._queues.setdefault(waiter.pool, OrderedDict())
-        queue[waiter] = ticket
-        queue.move_to_end(waiter, last=not first)
+    def retry_after_s(self, pool: Pool, now: float) -> int:
+        """When those who wait before a newcomer should have been placed: their number by the rate at which this line
+        was served since somebody waits in it. Before the first of it was placed, and where there is no queue, the rate
+        follows from how long places are held; a line that stands still since t seconds will do so for t more."""
+        line = self._lines.get(pool)
+        if line is not None and line.placed:
+            seconds = len(line.waiters) * (now - line.since) / line.placed
+        else:
+            self._count(now)
+            waiting = max(len(line.waiters) if line is not None else self.depth, 1)
+            seconds = waiting * self._held_s / (max(self._ended, 1.0) * max(self.in_flight, 1))
+            if line is not None:
+                seconds = max(seconds, now - line.since)
+        return min(int(seconds) + 1, RETRY_AFTER_MAX_S)
+
+    # --- the line
+
+    def _count(self, now: float) -> None:
+        self._held_s += self.in_flight * (now - self._counted_at)
+        self._counted_at = now
+
+    def _put(self, waiter: Waiter, ticket: int, now: float) -> None:
+        line = self._lines.get(waiter.pool)
+        if line is None:
+            line = self._lines[waiter.pool] = _Line(now)
+        line.put(waiter, ticket)
         self.depth += 1
+
+    def _make_room(self, pool: Pool, now: float) -> bool:
+        """Send the youngest of the longest line away, unless this pool's own is about as long."""
+        if not self._max_queue or self.depth > self._max_queue:  # repeats, or a bound that was lowered
+            return False
+        own = self._lines.get(pool)
+        length, longest = (len(own.waiters) if own is not None else 0) + 1, None
+        for other, line in self._lines.items():
+            if len(line.waiters) > length:
+                length, longest = len(line.waiters), other
+        if longest is None:
+            return False
+        waiter = next(reversed(self._lines[longest].waiters))
+        error = queue_full(self.retry_after_s(longest, now))
+        self.leave(waiter)
+        waiter.on_rejected(error)
+        return True
 
     def _place_repeats(self) -> None:
         for waiter in list(self._repeats):
@@ -127,18 +229,39 @@ class Admission:
                 if not waiter.try_place():
                     self.queue_repeat(waiter)
 
-    def _place_oldest_first(self) -> None:
-        blocked: set[Pool] = set()
-        while not self.full:
-            heads = [(next(iter(q.items())), pool) for pool, q in self._queues.items() if pool not in blocked]
-            if not heads:
-                return
-            (waiter, ticket), pool = min(heads, key=lambda head: head[0][1])
-            self.leave(waiter)
-            if not waiter.try_place():
-                self._put(waiter, ticket, first=True)
-                blocked.add(pool)
-
-    def _retry_after_s(self) -> int:
-        """A queue of N behind M places empties in about N / M answers; a second for each is the least honest guess."""
-        return max(1, min(60, self.depth // max(self.in_flight, 1)))
+    def _place_oldest_first(self, now: float, fleet_changed: bool) -> None:
+        """Those whose model nobody serves are asked where the fleet has changed, be all places taken or not: they take
+        none, and perhaps have nothing left to wait for. Costs one try a line, and one for each that is placed."""
+        heads = [
+            (next(iter(line.waiters.values())), pool)
+            for pool, line in self._lines.items()
+            if line.waiters and (fleet_changed or pool.candidates)
+        ]
+        heapify(heads)
+        while heads:
+            ticket, pool = heappop(heads)
+            if self.full and pool.candidates:
+                if not fleet_changed:
+                    return
+                continue
+            line = self._lines.get(pool)
+            if line is None or not line.waiters:
+                continue
+            waiter, first = next(iter(line.waiters.items()))
+            if first != ticket:  # the head of the line left while another was placed
+                heappush(heads, (first, pool))
+                continue
+            del line.waiters[waiter]
+            self.depth -= 1
+            go_on = waiter.try_place()
+            if go_on:
+                line.count_placed(now)
+            else:
+                go_on = waiter.pool is not pool
+                self._put(waiter, ticket, now)
+                self._pump_again |= go_on  # its turn may be now, in the line that it has moved to
+            if not line.waiters:
+                if self._lines.get(pool) is line:
+                    del self._lines[pool]
+            elif go_on:
+                heappush(heads, (next(iter(line.waiters.values())), pool))

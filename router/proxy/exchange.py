@@ -22,13 +22,22 @@ from native.body_framing import BodyFramer, Framing
 from router.backends.backend import Backend, State
 from router.backends.in_flight import InFlight
 from router.backends.registry import Pool
-from router.errors import RouterError, Source, no_backend, queue_timeout, upstream_error, upstream_timeout
+from router.errors import (
+    RouterError,
+    Source,
+    invalid_api_key,
+    no_backend,
+    queue_timeout,
+    upstream_error,
+    upstream_timeout,
+)
 from router.net.downstream import Downstream
 from router.net.upstream import Upstream
 from router.proxy.access_log import AccessLine
+from router.proxy.api_keys import Caller, needs_key
 from router.proxy.attempt import Attempt, HeldAnswer, LastFailure, StreamPeek
 from router.proxy.candidates import fit_candidates, worth_waiting
-from router.proxy.intake import describe_outage, read_routing
+from router.proxy.intake import ModelsAwaited, describe_outage, outage_retry_s, read_routing
 from router.proxy.local_answers import JSON_TYPE, LocalAnswer, local_answer
 from router.proxy.phases import MOVES, EndedBy, Phase
 from router.proxy.retry import may_repeat
@@ -41,7 +50,7 @@ from router.wire.http_head import (
     render_request_head,
     render_response_head,
 )
-from router.wire.paths import PathKind, path_kind
+from router.wire.paths import ADAPTER_PATHS, PathKind, path_kind
 from router.wire.sse import First, first_event
 from router.wire.usage import read_usage
 
@@ -80,6 +89,7 @@ class Exchange:
         "_attempt",
         "_attempts",
         "_bytes_out",
+        "_caller",
         "_cancel_check",
         "_choice",
         "_client_slow",
@@ -87,6 +97,7 @@ class Exchange:
         "_downstream",
         "_failure",
         "_first_byte_at",
+        "_fleet_version",
         "_framer",
         "_head",
         "_kind",
@@ -102,6 +113,7 @@ class Exchange:
         "_served_by",
         "_started_at",
         "_status",
+        "_stranger",
         "_stream",
         "_tried",
         "_tunnel",
@@ -116,9 +128,15 @@ class Exchange:
         self._phase: Phase = READ_HEAD
         self._kind = CHANGE
         self._request_id = (head.request_id if head is not None else None) or services.next_request_id()
+        self._caller: Caller | None = None
+        self._stranger = False  # it needs a key and has none that is known
+        if services.api_keys is not None and head is not None and needs_key(head):
+            self._caller = services.api_keys.caller(head)
+            self._stranger = self._caller is None
         # routing
         self.pool: Pool = services.registry.any_pool()
-        self._request: RoutingRequest | None = None
+        self._request: RoutingRequest | None = None  # None in the queue: nobody has told yet that he serves it
+        self._fleet_version = -1  # of the registry, when that was so
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._choice: Choice | None = None  # the last one
@@ -149,31 +167,46 @@ class Exchange:
 
     # -- the request --------------------------------------------------------------------------------------------------
 
+    def refusal(self) -> RouterError | None:
+        return invalid_api_key() if self._stranger else None
+
     def on_request(self, body: bytes) -> None:
         s = self._s
         head = self._head
         assert head is not None
         self._received_at = now = s.now()
+        if self._stranger:
+            self._answer_error(invalid_api_key())
+            return
+        self._upstream_body = body
         try:
             answer = local_answer(head.method, head.path, s)
             if answer is not None:
                 self._answer_locally(answer)
                 return
             self._kind = path_kind(head.method, head.path)
-            self.pool, self._request = read_routing(s, head, self._kind, body, now)
+            self._route()
+        except ModelsAwaited:
+            self.pool = s.registry.waiting_pool()
+            self._fleet_version = s.registry.version
         except RouterError as error:
             self._answer_error(error)
             return
         except Exception:
             self.on_broken()
             return
-        self._upstream_body = body
         s.budget.earn()
         self._enter(QUEUED)
         self._queued_at = now
-        s.admission.enter(self)
+        s.admission.enter(self, now)
         if self._phase is QUEUED:
             self._downstream.set_deadline(s.settings.queue_timeout_s)
+
+    def _route(self) -> None:
+        assert self._head is not None
+        self.pool, self._request, self._upstream_body = read_routing(
+            self._s, self._head, self._kind, self._upstream_body, self._received_at
+        )
 
     def on_refused(self, error: RouterError) -> None:
         if self._head is not None:
@@ -187,8 +220,12 @@ class Exchange:
 
     def try_place(self) -> bool:
         try:
+            if self._request is None and not self._now_known():
+                return self._phase is DONE
             candidates = fit_candidates(self._s, self.pool, self._tried)
             assert self._request is not None
+            if candidates and self._s.admission.full:
+                return False
             choice = self._s.strategy.choose(self._request, candidates) if candidates else None
             if choice is not None:
                 self._start_attempt(choice)
@@ -198,6 +235,22 @@ class Exchange:
                 self._give_up()
         except Exception:  # often called from the end of another exchange, which is not to blame
             self.on_broken()
+        return True
+
+    def _now_known(self) -> bool:
+        """Whether the pool is known of one that came before the backends had told their models. If not it waits on, or
+        was answered."""
+        version = self._s.registry.version
+        if self._fleet_version == version:
+            return False  # asked of many again and again, and each would have its body read
+        self._fleet_version = version
+        try:
+            self._route()
+        except ModelsAwaited:
+            return False
+        except RouterError as error:
+            self._answer_error(error)
+            return False
         return True
 
     def _start_attempt(self, choice: Choice) -> None:
@@ -215,7 +268,7 @@ class Exchange:
         attempt = self._attempt = Attempt(choice, InFlight(backend), s.strategy)
         if backend.state is TRIAL:
             attempt.trial = backend.trial_open = True
-        s.admission.taken()
+        s.admission.taken(now)
         s.passive_health.started(backend)
         attempt.strategy.placed(choice)
         s.metrics.decisions[s.settings.strategy_name, choice.reason] += 1
@@ -264,6 +317,8 @@ class Exchange:
             s.metrics.overhead.observe(s.now() - self._received_at - self._queued_s)
         attempt.sent = True
         body = self._upstream_body
+        if self._caller is not None:
+            head.drop(self._caller.headers)  # the key was for us
         raw = render_request_head(
             head,
             body_bytes=len(body),
@@ -295,6 +350,8 @@ class Exchange:
         elif head.status == 200:
             if head.event_stream:
                 attempt.peek = StreamPeek(head)
+            elif self._kind is CHANGE and self._head.path in ADAPTER_PATHS:
+                attempt.judging = self._s.ask_models is not None
         elif head.status in BUSY_STATUSES or head.status == 500:
             attempt.judging = self._repeatable(sent=True)
 
@@ -486,11 +543,16 @@ class Exchange:
             self._fail_attempt("silent", upstream_timeout(f"Backend {backend.name} fell silent."), paid=True)
 
     def _judge(self) -> None:
-        """A whole answer that says `busy` or `broken`: is another backend better, or is this the answer?"""
+        """A whole answer that says `busy` or `broken`: is another backend better, or is this the answer? Or one that
+        changed the engine's models, which have to be known before it is passed on."""
         attempt = self._attempt
         assert attempt is not None
         attempt.judging = False
-        if attempt.status in BUSY_STATUSES:
+        if attempt.status == 200:  # an adapter came or went: whoever is told so may ask for it at once
+            assert self._s.ask_models is not None
+            self._downstream.deadline = None  # to ask has a time limit too
+            self._cancel_check = self._s.ask_models(attempt.choice.backend, self._on_models_told)
+        elif attempt.status in BUSY_STATUSES:
             self._repeat_or_pass(repeat=True)
         else:
             self._downstream.deadline = None  # a check has its own time limit
@@ -504,6 +566,9 @@ class Exchange:
             self._repeat_or_pass(repeat=not alive)
         except Exception:
             self.on_broken()
+
+    def _on_models_told(self, told: bool) -> None:
+        self._on_engine_checked(True)  # the answer is this one, whatever came of the question
 
     def _repeat_or_pass(self, repeat: bool) -> None:
         attempt = self._attempt
@@ -555,7 +620,7 @@ class Exchange:
         """Nobody (else) can take it: what happened last is the answer."""
         failure = self._failure
         if failure is None:
-            self._answer_error(describe_outage(self.pool))
+            self._answer_error(describe_outage(self._s.registry, self.pool))
         elif failure.answer is not None:
             self._write_answer(failure.answer.head, failure.answer.choice, failure.answer.pieces)
             self._enter(DONE)
@@ -607,9 +672,13 @@ class Exchange:
             self._fail_attempt("first_byte_timeout", upstream_timeout(f"Backend {name} gave no first byte in time."))
 
     def _queue_timeout(self) -> RouterError:
+        s = self._s
+        if self._request is None:
+            why = "No backend has told in time that it serves what was asked for."
+            return no_backend(why, retry_after_s=outage_retry_s(s.registry, s.registry.backends))
         if self.pool.candidates:
-            return queue_timeout(self._s.settings.queue_timeout_s)
-        return describe_outage(self.pool)
+            return queue_timeout(s.settings.queue_timeout_s, s.admission.retry_after_s(self.pool, s.now()))
+        return describe_outage(s.registry, self.pool)
 
     # -- the ends -----------------------------------------------------------------------------------------------------
 
@@ -624,6 +693,8 @@ class Exchange:
         extra = b"x-kvgate-error: 1\r\n"
         if error.retry_after_s is not None:
             extra += b"retry-after: %d\r\n" % error.retry_after_s
+        if error.status == 401:
+            extra += b"www-authenticate: Bearer\r\n"
         if error.status == 405:
             extra += b"allow: GET, HEAD, POST, PUT, DELETE, OPTIONS, PATCH\r\n"
         self._write_own(error.status, error.body(), JSON_TYPE, extra)
@@ -692,6 +763,7 @@ class Exchange:
         if attempt is None:
             return
         s = self._s
+        now = s.now()
         if self._cancel_check is not None:
             self._cancel_check()
             self._cancel_check = None
@@ -713,10 +785,10 @@ class Exchange:
         try:
             attempt.strategy.observe(
                 attempt.choice,
-                Outcome(end, s.now(), attempt.status, prompt_tokens, cached_tokens, completion_tokens),
+                Outcome(end, now, attempt.status, prompt_tokens, cached_tokens, completion_tokens),
             )
         finally:
-            s.admission.released()
+            s.admission.released(now)
 
     def _finish(self, ended_by: EndedBy) -> None:
         """The one end of an exchange: its counts, its line, and its connection's next request. Once."""
@@ -755,6 +827,7 @@ class Exchange:
                     total_s,
                     self._bytes_out,
                     self._request_id,
+                    self._caller.name if self._caller is not None else "",
                 )
             )
         self._downstream.exchange_done(head is not None and head.keep_alive)

@@ -16,6 +16,7 @@ from router.metrics import Metrics
 from router.net.exchange_api import Connector
 from router.net.upstream_pool import UpstreamPool
 from router.proxy.admission import Admission
+from router.proxy.api_keys import ApiKeys
 from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
 from router.strategies.strategy import Need, Strategy
@@ -94,6 +95,9 @@ class Services:
     access_log: AccessSink | None
     render_metrics: Callable[[], bytes]
     version_body: bytes
+    # Ask it for its models now, likewise; None: nobody does, and the next look at them tells.
+    ask_models: Callable[[Backend, Callable[[bool], None]], Callable[[], object]] | None = None
+    api_keys: ApiKeys | None = None  # None: open
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended

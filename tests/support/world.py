@@ -12,7 +12,7 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -90,6 +90,8 @@ class ScriptedEngine:
         self.name = name
         self.accepts = "up"
         self.alive = True  # what a health check would find
+        self.models: list[str] | None = None  # what it would list; None: it does not answer
+
         self.handler: Handler | None = None
         self.connections: list[EngineConnection] = []
         self.received: list[Received] = []
@@ -203,7 +205,7 @@ class WatchedStrategy:
             assert backend.trial_open
             self.trials[backend] = choice
         admission = self._world.admission
-        assert not rules.max_in_flight or admission.in_flight <= rules.max_in_flight
+        assert not rules.max_in_flight or admission.in_flight <= rules.max_in_flight, "placed beyond the cap"
         self.open[choice] = False
         self.placed_count += 1
         self.real.placed(choice)
@@ -250,6 +252,8 @@ class World:
         self.engines: dict[str, ScriptedEngine] = {}
         self.clients: list[Client] = []
         self.begun = 0
+        self._in_flight_at_change = self._depth_at_change = 0  # a lower cap sends nobody away
+        self._backends_at_change: dict[Backend, int] = {}
         self.access_lines: list[AccessLine] = []
         self._begun: dict[bytes, Begun] = {}  # by request id
         self._transports: dict[Downstream, VirtualTransport] = {}
@@ -300,6 +304,7 @@ class World:
             access_log=self,
             render_metrics=lambda: b"metrics\n",
             version_body=b'{"version":"0"}',
+            ask_models=self.ask_models,
         )
         self.registry.subscribe(self._on_fleet_event)  # after the ejector, as app.Gateway does
         self.ejector.on_silent = self._repeat_elsewhere
@@ -333,6 +338,17 @@ class World:
     def check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
         return self.clock.call_later(0.05, lambda: tell(self.engines[backend.name].alive)).cancel
 
+    def ask_models(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
+        """As check_engine; what the engine serves is `models` of its script."""
+
+        def answer() -> None:
+            models = self.engines[backend.name].models
+            if models is not None:
+                self.registry.set_models(backend, [{"id": model} for model in models])
+            tell(models is not None)
+
+        return self.clock.call_later(0.05, answer).cancel
+
     def sent_upstream(self, backend: str, data: bytes) -> None:
         """Bytes for an engine. A head tells by its x-request-id whose it is."""
         request_id = REQUEST_ID.search(data)
@@ -361,7 +377,7 @@ class World:
             self.pool.drop(backend)
             if event.why == SILENT:
                 self._repeat_elsewhere(backend)
-        self.admission.pump()
+        self.admission.pump(self.clock.now())
 
     def _repeat_elsewhere(self, backend: Backend) -> None:
         for exchange in list(self.services.exchanges):
@@ -384,6 +400,24 @@ class World:
         """One script for all engines."""
         for engine in self.engines.values():
             engine.handler = handler
+
+    def set_limits(self, max_in_flight: int, max_queue: int, max_in_flight_per_backend: int | None = None) -> None:
+        """As a reload does: what runs and waits goes on, beyond lower caps too."""
+        per_backend = self.rules.max_in_flight_per_backend
+        if max_in_flight_per_backend is not None:
+            per_backend = max_in_flight_per_backend
+        self.rules = replace(
+            self.rules,
+            max_in_flight=max_in_flight,
+            max_queue=max_queue,
+            max_in_flight_per_backend=per_backend,
+        )
+        self._in_flight_at_change = self.admission.in_flight
+        self._depth_at_change = self.admission.depth
+        self._backends_at_change = {backend: backend.in_flight for backend in self.registry.backends}
+        self.services.settings = replace(self.services.settings, max_in_flight_per_backend=per_backend)
+        self.admission.set_limits(max_in_flight, max_queue)
+        self.admission.pump(self.clock.now())
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -425,15 +459,20 @@ class World:
         assert len(self.access_lines) == self.ended
         rules = self.rules
         cap, total = rules.max_in_flight_per_backend, rules.max_in_flight
-        assert not total or in_flight <= total
+        assert not total or in_flight <= max(total, self._in_flight_at_change)
+        self._in_flight_at_change = min(self._in_flight_at_change, in_flight)
         if cap:
-            assert all(backend.in_flight <= cap for backend in self.registry.backends)
+            for backend in self.registry.backends:
+                before = self._backends_at_change.get(backend, 0)
+                assert backend.in_flight <= max(cap, before)
+                self._backends_at_change[backend] = min(before, backend.in_flight)
         for transport in self.network.open:
             if isinstance(transport.protocol, Downstream):
                 held = transport.get_write_buffer_size()
                 assert held <= WRITE_BOUND_BYTES, f"{held} bytes are held for one slow client"
         # a repeat waits beyond the bound, and each had a place before
-        assert self.admission.depth <= rules.max_queue + self.metrics_retries
+        assert self.admission.depth <= max(rules.max_queue, self._depth_at_change) + self.metrics_retries
+        self._depth_at_change = min(self._depth_at_change, self.admission.depth)
         assert self.admission.depth == sum(self.admission.queued_by_model().values())
 
     @property

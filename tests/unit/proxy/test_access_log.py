@@ -30,8 +30,11 @@ LINE = AccessLine(
     total_s=1.5,
     bytes_out=999,
     id=b"abc",
+    key="team-a",
 )
-UNSERVED = replace(LINE, status=499, ended="client@queued", backend="", reason="", matched=None, ttft_s=None, model="")
+UNSERVED = replace(
+    LINE, status=499, ended="client@queued", backend="", reason="", matched=None, ttft_s=None, model="", key=""
+)
 
 
 def written(*lines: AccessLine, json_lines: bool) -> list[bytes]:
@@ -53,6 +56,7 @@ def test_a_text_line_tells_who_ended_what_where() -> None:
     assert fields["ended"] == "upstream@done"
     assert (fields["status"], fields["backend"], fields["reason"], fields["matched"]) == ("200", "e0", "prefix", "128")
     assert (fields["load"], fields["attempts"], fields["ttft_s"], fields["id"]) == ("3", "1", "0.2500", "abc")
+    assert fields["key"] == "team-a"
 
 
 def test_a_json_line_tells_the_same() -> None:
@@ -67,7 +71,7 @@ def test_a_json_line_tells_the_same() -> None:
 def test_what_is_not_known_is_left_out(json_lines: bool) -> None:
     (line,) = written(UNSERVED, json_lines=json_lines)
     assert b"client@queued" in line
-    for name in (b"backend", b"reason", b"matched", b"ttft_s", b"model"):
+    for name in (b"backend", b"reason", b"matched", b"ttft_s", b"model", b"key"):
         assert name not in line
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
+
+from router.backends.backend import State
 from router.backends.registry import Pool, Registry
 from router.clock import VirtualClock
 from router.errors import RouterError
 from router.proxy.admission import Admission
 
 REGISTRY = Registry(VirtualClock())
-POOL = Pool(REGISTRY, "m", lambda backend: True)
-OTHER = Pool(REGISTRY, "other", lambda backend: True)
+for _name, _models in (("e0", ["m"]), ("e1", ["other"]), ("e2", ["third"])):
+    REGISTRY.set_state(REGISTRY.add(_name, f"http://{_name}.test:1", models=_models), State.UP, "")
+POOL, OTHER, THIRD = (pool for name in ("m", "other", "third") if (pool := REGISTRY.pool(name)) is not None)
+NOBODY = Pool(REGISTRY, "nobody", lambda backend: False)
 
 
 class Waiting:
     """A Waiter. `room`: whether a backend would take it."""
 
-    def __init__(self, admission: Admission, name: str, log: list[str], pool: Pool = POOL) -> None:
-        self.admission = admission
+    def __init__(self, desk: Desk, name: str, pool: Pool) -> None:
+        self.desk = desk
         self.name = name
-        self.log = log
         self.pool = pool
         self.room = True
         self.error: RouterError | None = None
@@ -26,8 +30,8 @@ class Waiting:
     def try_place(self) -> bool:
         if not self.room:
             return False
-        self.admission.taken()
-        self.log.append(self.name)
+        self.desk.admission.taken(self.desk.now)
+        self.desk.placed.append(self.name)
         return True
 
     def on_rejected(self, error: RouterError) -> None:
@@ -38,12 +42,36 @@ class Desk:
     def __init__(self, max_in_flight: int = 0, max_queue: int = 100) -> None:
         self.admission = Admission(max_in_flight, max_queue)
         self.placed: list[str] = []
+        self.now = 1000.0
+
+    def waiting(self, name: str, *, room: bool = True, pool: Pool = POOL) -> Waiting:
+        waiter = Waiting(self, name, pool)
+        waiter.room = room
+        return waiter
 
     def enter(self, name: str, *, room: bool = True, pool: Pool = POOL) -> Waiting:
-        waiter = Waiting(self.admission, name, self.placed, pool)
-        waiter.room = room
-        self.admission.enter(waiter)
+        waiter = self.waiting(name, room=room, pool=pool)
+        self.admission.enter(waiter, self.now)
         return waiter
+
+    def release(self, after_s: float = 0.0) -> None:
+        self.now += after_s
+        self.admission.released(self.now)
+
+    def set_limits(self, max_in_flight: int, max_queue: int) -> None:
+        self.admission.set_limits(max_in_flight, max_queue)
+        self.pump()
+
+    def pump(self) -> None:
+        self.admission.pump(self.now)
+
+
+def refusal(waiter: Waiting) -> tuple[int, str, int]:
+    """Status, code and Retry-After."""
+    error = waiter.error
+    assert error is not None
+    assert error.retry_after_s is not None
+    return error.status, error.code, error.retry_after_s
 
 
 def test_without_a_cap_everybody_is_placed_at_once() -> None:
@@ -61,9 +89,9 @@ def test_the_cap_is_never_exceeded_and_a_free_place_goes_to_the_oldest() -> None
         desk.enter(name)
     assert desk.placed == ["a", "b"]
     assert desk.admission.depth == 2
-    desk.admission.released()
+    desk.release()
     assert desk.placed == ["a", "b", "c"]
-    desk.admission.released()
+    desk.release()
     assert desk.placed == ["a", "b", "c", "d"]
     assert desk.admission.in_flight == 2
     assert not desk.admission.queued_by_model()
@@ -75,7 +103,7 @@ def test_nobody_overtakes_those_of_the_same_model() -> None:
     desk.enter("b")
     assert desk.placed == []
     first.room = True
-    desk.admission.pump()
+    desk.pump()
     assert desk.placed == ["a", "b"]
 
 
@@ -94,7 +122,7 @@ def test_over_models_the_oldest_goes_first() -> None:
     desk.enter("b")
     desk.enter("c", pool=OTHER)
     for _ in range(3):
-        desk.admission.released()
+        desk.release()
     assert desk.placed == ["x", "a", "b", "c"]
 
 
@@ -104,20 +132,191 @@ def test_the_queue_is_bounded_over_all_models_and_says_when_to_come_back() -> No
     desk.enter("a")
     desk.enter("b", pool=OTHER)
     late = desk.enter("c")
-    assert late.error is not None
-    assert (late.error.status, late.error.code) == (429, "queue_full")
-    assert late.error.retry_after_s == 2
+    assert refusal(late)[:2] == (429, "queue_full")
     assert desk.admission.depth == 2
 
 
-def test_retry_after_is_between_a_second_and_a_minute() -> None:
-    desk = Desk(max_in_flight=1, max_queue=500)
-    desk.enter("x")
-    for _ in range(500):
+# -- when to come back ------------------------------------------------------------------------------------------------
+
+
+def full_desk(max_queue: int) -> Desk:
+    """One place, and a full queue before it."""
+    desk = Desk(max_in_flight=1, max_queue=max_queue)
+    for number in range(max_queue + 1):
+        desk.enter(f"w{number}")
+    return desk
+
+
+@pytest.mark.parametrize(("place_s", "expected"), [(0.2, 2), (1.0, 8), (2.5, 21), (30.0, 60)])
+def test_retry_after_is_the_time_in_which_those_before_would_have_been_placed(place_s: float, expected: int) -> None:
+    """As measured: each place was held for `place_s`, and eight wait."""
+    desk = full_desk(8)
+    for _ in range(5):
+        desk.release(after_s=place_s)
+        desk.enter("next")
+    seconds = refusal(desk.enter("late"))[2]
+    assert abs(seconds - expected) <= 1
+    assert 1 <= seconds <= 60
+
+
+def test_the_rate_of_long_ago_is_forgotten() -> None:
+    desk = full_desk(8)
+    for place_s in (0.1, 4.0):
+        for _ in range(1000):
+            desk.release(after_s=place_s)
+            desk.enter("next")
+    assert refusal(desk.enter("late"))[2] in range(28, 35)
+
+
+def test_a_queue_that_stands_still_says_so() -> None:
+    desk = full_desk(1)
+    assert refusal(desk.enter("late"))[2] == 1
+    desk.now += 20.0
+    assert refusal(desk.enter("late"))[2] in range(20, 24)
+    desk.now += 3600.0
+    assert refusal(desk.enter("late"))[2] == 60
+
+
+def test_without_a_queue_a_place_is_free_after_as_long_as_places_are_held() -> None:
+    desk = Desk(max_in_flight=2, max_queue=0)
+    for _ in range(10):
         desk.enter("a")
-    late = desk.enter("late")
-    assert late.error is not None
-    assert late.error.retry_after_s == 60
+        desk.enter("b")
+        desk.now += 8.0
+        desk.release()
+        desk.release()
+    desk.enter("a")
+    desk.enter("b")
+    assert refusal(desk.enter("late"))[2] in (4, 5)
+
+
+def test_each_model_s_line_has_its_own_rate() -> None:
+    desk = Desk(max_queue=6)
+    slow = [desk.enter(f"s{number}", room=False) for number in range(3)]
+    fast = [desk.enter(f"f{number}", room=False, pool=OTHER) for number in range(3)]
+    for number in range(20):
+        desk.now += 1.0
+        fast[0].room = True
+        desk.pump()
+        fast = [*fast[1:], desk.enter(f"g{number}", room=False, pool=OTHER)]
+    slow[0].room = True
+    desk.pump()
+    desk.enter("s3", room=False)
+    assert refusal(desk.enter("late", pool=OTHER))[2] in (3, 4)
+    assert refusal(desk.enter("late"))[2] == 60
+
+
+# -- fair between models ----------------------------------------------------------------------------------------------
+
+
+def test_where_the_queue_is_full_the_longest_line_makes_room_for_a_shorter_one() -> None:
+    desk = Desk(max_in_flight=1, max_queue=3)
+    desk.enter("x")
+    crowd = [desk.enter(f"a{number}") for number in range(3)]
+    other = desk.enter("b", pool=OTHER)
+    assert refusal(crowd[2])[:2] == (429, "queue_full")
+    assert other.error is None
+    assert desk.admission.queued_by_model() == {"m": 2, "other": 1}
+    assert refusal(desk.enter("c", pool=OTHER))[:2] == (429, "queue_full")  # two and one, or one and two: no better
+    third = desk.enter("d", pool=THIRD)
+    assert refusal(crowd[1])[1] == "queue_full"
+    assert third.error is None
+    for _ in range(3):
+        desk.release()
+    assert desk.placed == ["x", "a0", "b", "d"]
+
+
+def test_one_whose_model_nobody_serves_is_tried_at_once_though_all_places_are_taken() -> None:
+    """It takes none: perhaps it is told that there is nothing to wait for."""
+    desk = Desk(max_in_flight=1, max_queue=2)
+    desk.enter("x")
+    desk.enter("gone", pool=NOBODY)
+    assert desk.placed == ["x", "gone"]
+
+
+def test_one_who_waits_for_nobody_any_more_is_tried_though_all_places_are_taken() -> None:
+    desk = Desk(max_in_flight=1, max_queue=2)
+    desk.enter("x")
+    desk.enter("a")
+    waiter = desk.enter("gone", room=False, pool=NOBODY)
+    desk.pump()
+    assert desk.admission.depth == 2
+    waiter.room = True
+    desk.pump()
+    assert desk.placed == ["x", "gone"]
+    assert desk.admission.depth == 1
+
+
+def test_one_whose_model_becomes_known_keeps_its_turn_in_the_line_of_that_model() -> None:
+    desk = Desk(max_queue=10)
+    first = desk.enter("first", room=False)
+    late = desk.waiting("late", room=False, pool=Pool(REGISTRY, "", lambda backend: False))
+    desk.admission.enter(late, desk.now)
+    last = desk.enter("last", room=False)
+
+    class Moves(Waiting):
+        def try_place(self) -> bool:
+            self.pool = POOL
+            return super().try_place()
+
+    late.__class__ = Moves
+    desk.pump()
+    assert desk.admission.queued_by_model() == {"m": 3}
+    assert desk.admission.depth == 3
+    for waiter in (first, late, last):
+        waiter.room = True
+    desk.pump()
+    assert desk.placed == ["first", "late", "last"]
+    assert not desk.admission.queued_by_model()
+
+
+def test_a_place_given_back_asks_nobody_whose_model_nobody_serves() -> None:
+    """A thousand requests for a model that is still loading must cost those nothing that run."""
+    desk = Desk(max_queue=10)
+    desk.enter("x")
+    tries: list[str] = []
+
+    class Counts(Waiting):
+        def try_place(self) -> bool:
+            tries.append(self.name)
+            return super().try_place()
+
+    waiter = Counts(desk, "gone", NOBODY)
+    waiter.room = False
+    desk.admission.enter(waiter, desk.now)
+    assert tries == ["gone"]
+    desk.release()
+    assert tries == ["gone"]
+    desk.pump()
+    assert tries == ["gone", "gone"]
+
+
+# -- other caps -------------------------------------------------------------------------------------------------------
+
+
+def test_a_higher_cap_lets_those_in_who_wait() -> None:
+    desk = Desk(max_in_flight=1)
+    for name in "abcd":
+        desk.enter(name)
+    desk.set_limits(3, 100)
+    assert desk.placed == ["a", "b", "c"]
+    desk.set_limits(0, 100)
+    assert desk.placed == ["a", "b", "c", "d"]
+
+
+def test_lower_caps_send_nobody_away_and_let_nobody_in_until_there_are_fewer() -> None:
+    desk = Desk(max_in_flight=4, max_queue=4)
+    for name in "abcdefgh":
+        desk.enter(name)
+    desk.set_limits(1, 1)
+    assert (desk.admission.in_flight, desk.admission.depth) == (4, 4)
+    assert refusal(desk.enter("late", pool=OTHER))[1] == "queue_full"
+    for _ in range(3):
+        desk.release()
+    assert desk.placed == list("abcd")
+    desk.release()
+    assert desk.placed == list("abcde")
+    assert desk.admission.depth == 3
 
 
 def test_without_a_queue_nobody_waits() -> None:
@@ -131,25 +330,25 @@ def test_a_repeat_takes_the_place_that_its_failed_attempt_gives_back() -> None:
     desk = Desk(max_in_flight=1, max_queue=1)
     desk.enter("x")
     desk.enter("a")
-    repeat = Waiting(desk.admission, "r", desk.placed)
+    repeat = desk.waiting("r")
     desk.admission.queue_repeat(repeat)
     assert repeat.error is None
     assert desk.admission.queued_by_model() == {POOL.model: 2}
-    desk.admission.released()
+    desk.release()
     assert desk.placed == ["x", "r"]
-    desk.admission.released()
+    desk.release()
     assert desk.placed == ["x", "r", "a"]
 
 
 def test_a_repeat_that_has_to_wait_holds_up_nobody() -> None:
     """It avoids the backends that failed it; others do not."""
     desk = Desk()
-    stuck, other = (Waiting(desk.admission, name, desk.placed) for name in ("stuck", "other"))
+    stuck, other = (desk.waiting(name) for name in ("stuck", "other"))
     stuck.room = False
     desk.admission.queue_repeat(stuck)
     desk.admission.queue_repeat(other)
     desk.enter("fresh")
-    desk.admission.pump()
+    desk.pump()
     assert desk.placed == ["fresh", "other"]
     assert desk.admission.depth == 1
     desk.admission.leave(stuck)
@@ -161,7 +360,7 @@ def test_a_closed_admission_places_nobody() -> None:
     desk.enter("x")
     desk.enter("a")
     desk.admission.close()
-    desk.admission.released()
+    desk.release()
     desk.enter("b")
     assert desk.placed == ["x"]
 
@@ -173,7 +372,7 @@ def test_one_who_leaves_is_not_placed_and_leaving_twice_changes_nothing() -> Non
     desk.admission.leave(waiter)
     desk.admission.leave(waiter)
     assert desk.admission.depth == 0
-    desk.admission.released()
+    desk.release()
     assert desk.placed == ["x"]
 
 
@@ -186,12 +385,12 @@ def test_one_whose_placing_frees_a_place_lets_the_next_in_without_nesting() -> N
         def try_place(self) -> bool:
             depth.append(len(depth))
             assert super().try_place()
-            self.admission.released()
+            desk.release()
             return True
 
     for name in ("a", "b", "c"):
-        desk.admission.enter(EndsAtOnce(desk.admission, name, desk.placed))
-    desk.admission.released()
+        desk.admission.enter(EndsAtOnce(desk, name, POOL), desk.now)
+    desk.release()
     assert desk.placed == ["x", "a", "b", "c"]
     assert desk.admission.in_flight == 0
     assert desk.admission.depth == 0
