@@ -12,7 +12,8 @@ import random
 import signal
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import orjson
 import uvloop
@@ -34,6 +35,7 @@ from router.net.downstream import Downstream, DownstreamLimits
 from router.net.upstream_pool import TcpConnector, UpstreamPool
 from router.proxy.access_log import AccessLog
 from router.proxy.admission import Admission
+from router.proxy.api_keys import ApiKeys
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
@@ -70,6 +72,7 @@ class Gateway:
             block_bytes=config.index.block_bytes,
             assumed_kv_tokens=config.index.assumed_kv_tokens,
         )
+        self.registry.set_aliases(config.models.aliases)
         self._tls: ssl.SSLContext | None = None
         self._client_tls = ClientContexts()
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
@@ -101,6 +104,8 @@ class Gateway:
             access_log=None,
             render_metrics=exporter.render,
             version_body=orjson.dumps({"version": __version__}),
+            ask_models=self._ask_models,
+            api_keys=_api_keys(config),
         )
         self.registry.subscribe(self._on_fleet_event)
         self.admin = AdminServer(
@@ -221,7 +226,10 @@ class Gateway:
                 tls.load_pair(self._tls, new.server.tls_cert, new.server.tls_key)
             except (OSError, ValueError) as error:  # replaced since it was checked a moment ago
                 logger.error("the old certificate stays: %s", tls.describe(error))
-        services.admission.pump()
+        self.registry.set_aliases(new.models.aliases)
+        if new.auth != old.auth:
+            services.api_keys = _api_keys(new)
+        services.admission.pump(services.now())
 
     def _change_strategy(self, new: Config) -> None:
         """Two that both place by prefix share what is known of the caches; else it would age unseen, and is dropped."""
@@ -282,7 +290,7 @@ class Gateway:
                 self.services.pool.drop(backend)
                 if event.why == SILENT:
                     self._repeat_elsewhere(backend)
-        self.services.admission.pump()
+        self.services.admission.pump(self.services.now())
 
     def _level(self, event: StateChanged) -> int:
         """A fleet that fails as a whole goes from ejected to trial and back with every request: each of the two is told
@@ -310,7 +318,13 @@ class Gateway:
         self.services.strategy.joined(backend)
 
     def _check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
-        task = self._loop.create_task(self.health.check_now(backend))
+        return self._tell_result(self.health.check_now(backend), tell)
+
+    def _ask_models(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
+        return self._tell_result(self.health.ask_models_now(backend), tell)
+
+    def _tell_result(self, question: Coroutine[Any, Any, bool], tell: Callable[[bool], None]) -> Callable[[], object]:
+        task = self._loop.create_task(question)
 
         def done(finished: asyncio.Task[bool]) -> None:
             if not finished.cancelled():
@@ -375,6 +389,10 @@ def _hit_ratio(report: EngineReport) -> float | None:
     if report.prefix_hits is None or not report.prefix_queries:
         return None
     return report.prefix_hits / report.prefix_queries
+
+
+def _api_keys(config: Config) -> ApiKeys | None:
+    return ApiKeys(config.auth.keys) if config.auth.keys is not None else None
 
 
 def _exchange_settings(config: Config) -> ExchangeSettings:
