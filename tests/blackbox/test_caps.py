@@ -138,6 +138,63 @@ def test_one_model_s_queue_does_not_hold_up_another_s() -> None:
         assert [first.read().status, second.read().status] == [200, 200]
 
 
+def test_a_crowd_for_one_model_leaves_another_a_place_in_the_queue() -> None:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(raw_engine(models=(name,), keep_alive=False)) for name in ("a", "b")]
+        limits = {"max_in_flight_per_backend": 1, "max_queue": 2}
+        gateway = stack.enter_context(running_gateway([engine.url for engine in engines], limits=limits))
+        running = [stack.enter_context(gateway.send("POST", CHAT, {"model": model})) for model in ("a", "b")]
+        held = [engine.take() for engine in engines]
+        crowd = []
+        for depth in (1, 2):
+            crowd.append(stack.enter_context(gateway.send("POST", CHAT, {"model": "a"})))
+            gateway.until_metric("queue_depth", depth)
+        other = stack.enter_context(gateway.send("POST", CHAT, {"model": "b"}))
+        refused = crowd[1].read()  # the youngest of the longer line
+        assert (refused.status, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        for received in held:
+            received.answer()
+        for engine in engines:
+            engine.take().answer()
+        assert [client.read().status for client in (*running, crowd[0], other)] == [200] * 4
+
+
+def test_a_tunnel_holds_its_place_until_it_ends() -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    with engines_behind(1, max_in_flight=1) as (gateway, (engine,)), ExitStack() as stack:
+        tunnel = stack.enter_context(gateway.send("GET", "/v1/realtime", headers=upgrade))
+        received = engine.take()
+        received.send(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        tunnel.read_until(b"\r\n\r\n")
+        waiting = stack.enter_context(gateway.send("POST", CHAT, BODY))
+        gateway.until_metric("queue_depth", 1)
+        tunnel.send(b"ping")
+        assert received.receive(4) == b"ping"
+        assert (gateway.metric("in_flight"), gateway.metric("queue_depth")) == (1, 1)
+        received.close()
+        engine.take().answer()
+        assert waiting.read().status == 200
+
+
+def test_an_upload_takes_its_place_when_it_is_whole_and_keeps_it_while_the_engine_reads() -> None:
+    with engines_behind(1, max_in_flight=1) as (gateway, (engine,)), ExitStack() as stack:
+        slow = stack.enter_context(gateway.connect())
+        slow.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000002\r\n\r\n".encode() + b"[" * 500_000)
+        gateway.until_metric("open_exchanges", 1)
+        with gateway.send("POST", CHAT, BODY) as other:  # nobody waits for one who still sends
+            engine.take().answer()
+            assert other.read().status == 200
+        slow.send(b" " * 500_002)
+        received = engine.take()
+        waiting = stack.enter_context(gateway.send("POST", CHAT, BODY))
+        gateway.until_metric("queue_depth", 1)
+        received.answer()
+        assert slow.read().status == 200
+        engine.take().answer()
+        assert waiting.read().status == 200
+
+
 def test_too_many_connections_are_cut() -> None:
     with engines_behind(1, max_connections=2) as (gateway, _):
         with gateway.connect() as one, gateway.connect() as two:
