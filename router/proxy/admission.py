@@ -143,7 +143,7 @@ class Admission:
             self._place(now)
 
     def pump(self, now: float) -> None:
-        """Place whoever can be placed, oldest first, and tell those who have nothing left to wait for. To be called when
+        """Place whoever can be placed, oldest first; tell those who have nothing left to wait for. To be called when
         backends come, go or recover, and after other limits."""
         self._fleet_changed = True
         self._place(now)
