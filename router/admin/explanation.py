@@ -40,12 +40,12 @@ def explain(services: Services, path: str | None, headers: Iterable[tuple[bytes,
     port, where there is no pool of backends that could be asked."""
     head = _head(path, headers)
     kind = path_kind(head.method, head.path)
-    pool, request = read_routing(services, head, kind, body, services.now())
+    pool, request, _ = read_routing(services, head, kind, body, services.now())
     candidates = fit_candidates(services, pool, ())
     told = services.strategy.explain(request, candidates)
     error = None
     if told.choice is None and not worth_waiting(pool, ()):
-        error = describe_outage(pool)
+        error = describe_outage(services.registry, pool)
     return Explained(_render(services, head, pool, request, candidates, told), error)
 
 
