@@ -59,9 +59,14 @@ class RouterError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
-    def sse_event(self) -> bytes:
-        """The same as a server-sent event, for a stream that has begun."""
-        return b"data: " + self.body() + b"\n\n"
+    def sse_event(self, *, named: bool = False) -> bytes:
+        """The same as a server-sent event, for a stream that has begun. `named`: as Anthropic's Messages API has it,
+        whose clients pass over an event without a name."""
+        if not named:
+            return b"data: " + self.body() + b"\n\n"
+        kind = "timeout_error" if self.status == 504 else "api_error" if self.status >= 500 else self.type
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return b"event: error\ndata: " + orjson.dumps({"type": "error", "error": error}) + b"\n\n"
 
 
 def bad_request(message: str, *, code: str = "bad_request", param: str | None = None, status: int = 400) -> RouterError:

@@ -50,7 +50,7 @@ from router.wire.http_head import (
     render_request_head,
     render_response_head,
 )
-from router.wire.paths import ADAPTER_PATHS, PathKind, path_kind
+from router.wire.paths import ADAPTER_PATHS, MESSAGES_PATH, PathKind, path_kind
 from router.wire.sse import First, first_event
 from router.wire.usage import read_usage
 
@@ -723,10 +723,10 @@ class Exchange:
         if self._client_slow:
             downstream.abort()
         elif self._stream and (self._dechunker is not None or framer is None or framer.until_close):
-            downstream.write(b"\n\n" + error.sse_event())
+            downstream.write(b"\n\n" + error.sse_event(named=self._events_are_named()))
             downstream.close()
         elif self._stream and framer is not None and framer.at_boundary():
-            event = b"\n\n" + error.sse_event()
+            event = b"\n\n" + error.sse_event(named=self._events_are_named())
             downstream.write(b"%x\r\n%b\r\n" % (len(event), event))
             downstream.close()  # no last chunk
         elif framer is None or framer.until_close or self._dechunker is not None:
@@ -734,6 +734,9 @@ class Exchange:
         else:
             downstream.close()  # fewer bytes than were promised
         self._finish(ended_by)
+
+    def _events_are_named(self) -> bool:
+        return self._head is not None and self._head.path == MESSAGES_PATH
 
     def on_broken(self) -> None:
         """A fault of ours, to be called in its except clause: this exchange dies, loudly, and takes nothing with it."""

@@ -12,6 +12,8 @@ class PathKind(Enum):
     CHANGE = auto()  # changes an engine, or nobody knows: repeated only if it was never sent
 
 
+MESSAGES_PATH: Final = b"/v1/messages"  # Anthropic's API; each event of its streams has a name
+
 _INFERENCE = frozenset(
     path
     for base in (
