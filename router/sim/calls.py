@@ -24,12 +24,17 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
 
+AUDIO_TOKEN_BYTES = 2560  # 80 ms of 16 kHz, 16 bits
+MESSAGES_PATH = "/v1/messages"
+VALIDATION = "Bad Request"  # the type of an error that FastAPI found
+
 
 class Api(StrEnum):
     CHAT = "chat"
     COMPLETION = "completion"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    REALTIME = "realtime"
 
 
 class ApiError(Exception):
@@ -42,12 +47,19 @@ class ApiError(Exception):
         self.message = message
         self.param = param
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """As the answer to a request for `path`: Anthropic's paths have a shape of their own, but not for what FastAPI
+        refuses before the handler."""
+        if path.startswith(MESSAGES_PATH) and self.kind != VALIDATION:
+            return orjson.dumps({"type": "error", "error": {"type": self.kind, "message": self.message}})
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         return orjson.dumps({"error": error})
 
-    def event(self) -> bytes:
+    def event(self, path: str = "") -> bytes:
         """As the data of a stream: the recorded engine writes it with spaces."""
+        if path.startswith(MESSAGES_PATH):
+            data = orjson.dumps({"type": "error", "error": {"type": "internal_error", "message": self.message}})
+            return b"event: error\ndata: " + data + b"\n\n"
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
 
@@ -56,7 +68,7 @@ def invalid(kind: str, location: str, message: str, given: Any, context: str = "
     """A validation error as vLLM words it."""
     shown = f"<dict of {len(given)} items>" if isinstance(given, dict) else str(given)[:200]
     text = f"{{'type': '{kind}', 'loc': '{location}', 'msg': '{message}', 'input': '{shown}'{context}}}"
-    return ApiError(400, "Bad Request", f"1 validation error:\n  {text}", location)
+    return ApiError(400, VALIDATION, f"1 validation error:\n  {text}", location)
 
 
 def refused(message: str, param: str | None = None, value: Any = None) -> ApiError:
@@ -67,7 +79,7 @@ def refused(message: str, param: str | None = None, value: Any = None) -> ApiErr
 
 
 UNSUPPORTED_TYPE = ApiError(
-    400, "Bad Request", "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+    400, VALIDATION, "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
 )
 ENGINE_DEAD = ApiError(
     500, "InternalServerError", "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -236,9 +248,10 @@ class Call:
         """Hits of the first choice of each prompt: the others find its blocks."""
         return sum(self.choices[at].request.cached_tokens or 0 for at in range(0, len(self.choices), self.n))
 
-    def cacheable_tokens(self, block_size: int) -> int:
-        """Prompt tokens in full blocks."""
-        return sum(len(prompt) // block_size * block_size for prompt in self.prompts)
+    def created_cache_tokens(self, block_size: int) -> int:
+        """Prompt tokens in full blocks that were not in the cache."""
+        cacheable = sum(len(prompt) // block_size * block_size for prompt in self.prompts)
+        return max(0, cacheable - self.cached_tokens)
 
     @property
     def finished(self) -> bool:
@@ -540,7 +553,8 @@ def read_completion(body: dict[str, Any], model: str, adapter: str | None, limit
 
 def read_responses(body: dict[str, Any], model: str, adapter: str | None, limits: CallLimits) -> Call:
     if "input" not in body:
-        raise invalid("missing", "body.input", "Field required", body)
+        # a validator of vLLM's own has put in a field by then
+        raise invalid("missing", "body.input", "Field required", {**body, "": None})
     if not isinstance(body["input"], str | list):
         raise invalid("list_type", "body.input", "Input should be a valid list", body["input"])
     limit = _integer(body, "max_output_tokens")
@@ -560,18 +574,55 @@ def anthropic_prompt(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[A
         raise refused(str(error)) from None
 
 
-def read_messages(body: dict[str, Any], model: str, adapter: str | None, limits: CallLimits) -> Call:
-    messages, tools = anthropic_prompt(body)
+def check_messages(body: dict[str, Any]) -> None:
+    """What /v1/messages refuses before it looks at the model's name."""
+    check_message_prompt(body)
     limit = _integer(body, "max_tokens")
     if limit is None:
         raise invalid("missing", "body.max_tokens", "Field required", body)
+    if limit < 1:
+        text = "max_tokens must be positive"
+        context = f", 'ctx': {{'error': ValueError('{text}')}}"
+        raise invalid("value_error", "body.max_tokens", f"Value error, {text}", limit, context)
+
+
+def check_message_prompt(body: dict[str, Any]) -> None:
+    if "model" not in body:
+        raise invalid("missing", "body.model", "Field required", body)
+    _messages(body)
+
+
+def read_messages(body: dict[str, Any], model: str, adapter: str | None, limits: CallLimits) -> Call:
+    messages, tools = anthropic_prompt(body)
+    limit = _integer(body, "max_tokens")
     choice = body.get("tool_choice")
     named = isinstance(choice, dict) and choice.get("type") == "none"
     given = {**body, "tool_choice": "none" if named or (tools is None and choice is None) else choice}
     if tools and choice is None:
         # Anthropic's clients never ask for a parser: without a choice the answer is text.
         given["tool_choice"] = "none"
-    return _chat_like(Api.MESSAGES, given, model, adapter, limits, messages, tools, limit, "max_tokens")
+    # vLLM makes a chat request of it, and refuses that one
+    return _chat_like(Api.MESSAGES, given, model, adapter, limits, messages, tools, limit, "max_completion_tokens")
+
+
+def read_audio(audio: bytes, model: str, limits: CallLimits) -> Call:
+    """A transcription: one prompt token and one word for each 80 ms, both from what was said."""
+    pieces = [audio[at : at + AUDIO_TOKEN_BYTES] for at in range(0, len(audio), AUDIO_TOKEN_BYTES)]
+    prompt = array("I", [xxhash.xxh3_64_intdigest(piece) % VOCABULARY for piece in pieces])
+    if 2 * len(prompt) >= limits.max_model_len:
+        raise too_long(len(prompt), limits, exact=True)
+    answer = answers.words(_seed_of(prompt, 0, limits), len(prompt), Finish.STOP)
+    choice = Choice(0, prompt, answer, limits, None, None)
+    return Call(
+        api=Api.REALTIME,
+        body={},
+        model=model,
+        n=1,
+        max_tokens=len(answer),
+        choices=[choice],
+        stream=True,
+        prompts=[prompt],
+    )
 
 
 def count_message_tokens(body: dict[str, Any]) -> int:

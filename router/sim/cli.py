@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--sse-keep-alive-interval", type=float, help="seconds between comments in streams")
     server.add_argument("--max-body-bytes", type=int, default=268_435_456)
     server.add_argument("--runner", choices=("generate", "pooling"), default="generate", help="pooling: embeddings")
+    server.add_argument("--realtime", action="store_true", help="an audio model: the websocket /v1/realtime")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--max-model-len", type=int, help=f"tokens; default: what fits, up to {DEFAULT_MODEL_LEN}")
     engine.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens a KV block")
@@ -184,6 +185,7 @@ def config_from(arguments: argparse.Namespace) -> SimConfig:
         dev_mode=arguments.server_dev_mode,
         lora=arguments.enable_lora,
         pooling=arguments.runner == "pooling",
+        realtime=arguments.realtime,
         api_keys=tuple(arguments.api_key),
         max_num_queued_reqs=arguments.max_num_queued_reqs,
         sse_keep_alive_s=interval,

@@ -20,6 +20,7 @@ import httptools
 
 from router.clock import Clock, TimerHandle
 from router.sim.faults import FaultKind
+from router.sim.websocket import accept_key
 
 KEEP_ALIVE_S = 5.0
 MAX_HEADER_BYTES = 65_536
@@ -78,6 +79,7 @@ class Exchange:
         "cut",
         "done",
         "drip_s",
+        "early",
         "headers",
         "keep_alive",
         "method",
@@ -90,6 +92,7 @@ class Exchange:
         "status",
         "stuck",
         "trailing_bytes",
+        "tunnel",
         "vary",
     )
 
@@ -110,6 +113,8 @@ class Exchange:
         self.cut: tuple[FaultKind, int] | None = None
         self.drip_s: float | None = None
         self.trailing_bytes = 0
+        self.early = b""  # what came behind a request to upgrade
+        self.tunnel = False
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
         self._chunked = False
@@ -119,8 +124,48 @@ class Exchange:
         return self.headers.get("content-type", "")
 
     @property
+    def websocket_key(self) -> str | None:
+        """Of a request to become a websocket; None for any other."""
+        options = [option.strip().lower() for option in self.headers.get("connection", "").split(",")]
+        if self.method != "GET" or "upgrade" not in options or self.headers.get("upgrade", "").lower() != "websocket":
+            return None
+        return self.headers.get("sec-websocket-key", "")
+
+    @property
     def writable(self) -> bool:
         return self._protocol.writable
+
+    def accept_websocket(self, on_data: Callable[[bytes], None]) -> None:
+        """From here on the connection's bytes go to `on_data`, and events as they are to the client."""
+        self.started = self.tunnel = True
+        self.status = 101
+        key = accept_key(self.websocket_key or "")
+        self._protocol.write(
+            f"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Accept: {key}\r\ndate: {self._protocol.date()}\r\nserver: uvicorn\r\n\r\n".encode()
+        )
+        early, self.early = self.early, b""
+        self._protocol.begin_tunnel(on_data)
+        if early:
+            on_data(early)
+
+    def refuse_websocket(self) -> None:
+        """In the bytes of uvicorn, whose websockets are answered by another library than its requests."""
+        self.started = True
+        self.status = 403
+        self.keep_alive = False
+        self._protocol.write(
+            f"HTTP/1.1 403 Forbidden\r\nDate: {self._protocol.date()}\r\nConnection: close\r\nContent-Length: 0\r\n"
+            "Content-Type: text/plain; charset=utf-8\r\n\r\n".encode()
+        )
+        self._end()
+
+    def end_tunnel(self, data: bytes) -> None:
+        """A last word, then the end of the connection."""
+        if not self.done:
+            self._protocol.write(data)
+            self.done = True
+            self._protocol.close()
 
     def respond(
         self,
@@ -165,14 +210,18 @@ class Exchange:
             if len(events) >= left:
                 events, strike = events[:left], kind
             self.cut = (kind, left - len(events))
-        data = b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events])
-        if last and strike is None:
-            data += _LAST_CHUNK
+        if self.tunnel:
+            data = b"".join(events)
+        else:
+            data = b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events])
+            if last and strike is None:
+                data += _LAST_CHUNK
         self._protocol.write(data)
         if strike is not None:
             self._strike(strike)
         elif last:
-            self._end()
+            if not self.tunnel:
+                self._end()
             return True
         return False
 
@@ -244,6 +293,7 @@ class HttpProtocol(asyncio.Protocol):
         "_request",
         "_request_body",
         "_transport",
+        "_tunnel",
         "_url",
         "date",
     )
@@ -260,6 +310,7 @@ class HttpProtocol(asyncio.Protocol):
         self._idle_timer: TimerHandle | None = None
         self._drip = bytearray()
         self._drip_timer: TimerHandle | None = None
+        self._tunnel: Callable[[bytes], None] | None = None
         # the request being read
         self._url = b""
         self._headers: dict[str, str] = {}
@@ -283,7 +334,7 @@ class HttpProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._application.connections.discard(self)
         self._stop_timers()
-        self._transport = None
+        self._transport = self._tunnel = None
         current, self._current = self._current, None
         self._queue.clear()
         if current is not None:
@@ -292,13 +343,17 @@ class HttpProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
+        if self._tunnel is not None:
+            self._tunnel(data)
+            return
         self._stop_idle()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Nothing here upgrades: the request is answered as it stands, and what follows it is not read.
+        except httptools.HttpParserUpgrade as upgrade:
+            # Only a websocket upgrades; any other request is answered as it stands, and what follows it is not read.
             if self._queue:
                 self._queue[-1].keep_alive = False
+                self._queue[-1].early = data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self._bad_request()
         # Outside of the parser, which would make a 400 of what goes wrong in an answer.
@@ -376,6 +431,9 @@ class HttpProtocol(asyncio.Protocol):
         if self._drip_timer is None:
             self._drip_timer = self._application.clock.call_later(delay_s or 0.0, self._drip_one, delay_s or 0.0)
 
+    def begin_tunnel(self, on_data: Callable[[bytes], None]) -> None:
+        self._tunnel = on_data
+
     def exchange_ended(self, exchange: Exchange) -> None:
         """Its answer is written: next request, or wait, or close."""
         self._current = None
@@ -406,8 +464,8 @@ class HttpProtocol(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._abort)
 
     def drain(self) -> None:
-        """Idle: close now; busy: after the answer."""
-        if self._current is None:
+        """Idle: close now; busy: after the answer, which a tunnel never has."""
+        if self._current is None or self._current.tunnel:
             self.close()
 
     # -- inner parts

@@ -28,6 +28,7 @@ class Serving:
         "comment_timer",
         "exchange",
         "fail_first",
+        "on_end",
         "opened",
         "record",
         "reply",
@@ -42,6 +43,7 @@ class Serving:
         self.opened = False
         self.touched: dict[Choice, None] = {}  # choices with something to send, in order
         self.fail_first = False
+        self.on_end: Callable[[], None] | None = None
         self.comment_timer: TimerHandle | None = None
 
 
@@ -183,10 +185,30 @@ class Inference:
         reply = EmbeddingReply(call, identity, int(self._wall_time()))
         self._submit(Serving(call, reply, exchange, record))
 
+    def transcribe(self, exchange: Exchange, audio: bytes, model: str, on_end: Callable[[], None]) -> bool:
+        """Answer with messages on the websocket of `exchange`, which outlives this call; `on_end` when it is over and
+        the client still there. False: a fault took the connection. ApiError for audio that is too long."""
+        record = self._observations.note_request(exchange)
+        try:
+            if self._fault_before(exchange, record):
+                return False
+            call = calls.read_audio(audio, model, self.limits)
+            self._check_queue(1)
+        except ApiError:
+            self._observations.counts.rejected += 1
+            record["state"] = "rejected"
+            self._observations.changed()
+            raise
+        context = ReplyContext("", 0, self._engine.fingerprint, self._config.engine.block_size, details=False)
+        serving = Serving(call, reply_for(call, context), exchange, record)
+        serving.on_end = on_end
+        self._submit(serving)
+        return True
+
     def _refuse(self, exchange: Exchange, record: dict[str, Any], error: ApiError) -> None:
         self._observations.counts.rejected += 1
         record["state"] = "rejected"
-        self._respond(exchange, error.status, error.body())
+        self._respond(exchange, error.status, error.body(exchange.path))
         self._observations.changed()
 
     def _submit(self, serving: Serving) -> None:
@@ -204,7 +226,7 @@ class Inference:
             self._serving[request.request_id] = serving
         exchange.on_gone = lambda: self._client_gone(serving)
         exchange.on_writable = lambda: self._flush(serving)
-        if call.stream:
+        if call.stream and not exchange.tunnel:
             self._start_stream(serving)
         elif self._faults.take(FaultKind.STALL_AFTER_HEAD):
             exchange.start_body(1000)
@@ -303,7 +325,8 @@ class Inference:
         if not exchange.writable:
             return
         if serving.fail_first:
-            exchange.write_events([calls.ENGINE_DEAD.event(), replies.DONE], last=True)
+            done = [] if call.api is calls.Api.MESSAGES else [replies.DONE]
+            exchange.write_events([calls.ENGINE_DEAD.event(exchange.path), *done], last=True)
             for choice in call.choices:
                 self._serving.pop(choice.request.request_id, None)
                 self._engine.model.abort(choice.request.request_id)
@@ -366,9 +389,12 @@ class Inference:
         record["generated_tokens"] = call.completion_tokens
         if state == "finished":
             self._engine.metrics.call(call.n, call.max_tokens)
-            if call.stream:
+            if call.stream and not serving.exchange.tunnel:
                 self._engine.metrics.http(serving.exchange.path, serving.exchange.method, 200)
         self._observations.changed()
+        on_end, serving.on_end = serving.on_end, None
+        if on_end is not None and state == "finished":
+            on_end()
 
     def _orca(self, wanted: str) -> str:
         waiting, usage = float(len(self._engine.model.waiting)), self._engine.model.pool.usage

@@ -16,6 +16,7 @@ import orjson
 from router.sim.answers import WORDS
 from router.sim.calls import Api, Call, Choice
 from router.sim.engine_model import Finish
+from router.sim.websocket import json_message
 
 EMBEDDING_WIDTH = 64
 DONE = b"data: [DONE]\n\n"
@@ -75,6 +76,7 @@ def reply_for(call: Call, context: ReplyContext) -> Reply:
         Api.COMPLETION: CompletionReply,
         Api.RESPONSES: ResponsesReply,
         Api.MESSAGES: MessagesReply,
+        Api.REALTIME: RealtimeReply,
     }
     return makers[call.api](call, context)
 
@@ -84,6 +86,11 @@ def _new_pieces(choice: Choice) -> tuple[int, int, str]:
     start, end = choice.sent, choice.generated
     choice.sent = end
     return start, end, "".join(choice.answer.pieces[start:end])
+
+
+def tool_identity(context: ReplyContext, index: int = 0) -> str:
+    """One spelling for all APIs."""
+    return f"chatcmpl-tool-{context.identity}-{index}"
 
 
 def _logprob(token: int, rank: int) -> float:
@@ -101,7 +108,7 @@ def _usage(call: Call, context: ReplyContext, *, full: bool) -> dict[str, Any]:
     }
     cached = context.cached(call)
     if call.api is Api.CHAT:
-        created: int | None = max(0, call.cacheable_tokens(context.block_size) - call.cached_tokens)
+        created: int | None = call.created_cache_tokens(context.block_size)
     else:
         created = None
     if full:
@@ -143,28 +150,40 @@ class ChatReply:
     def delta(self, choice: Choice) -> list[bytes]:
         call = self._call
         start, end, text = _new_pieces(choice)
-        if call.tool is None:
-            inner = f'"content":{text_json(text)}'
-        elif not self._tool_open[choice.index]:
-            self._tool_open[choice.index] = True
-            function = f'{{"name":{text_json(call.tool)},"arguments":{text_json(text)}}}'
-            identity = f"chatcmpl-tool-{self._context.identity}-{choice.index}"
-            inner = f'"tool_calls":[{{"id":"{identity}","type":"function","index":0,"function":{function}}}]'
-        else:
-            inner = f'"tool_calls":[{{"index":0,"function":{{"arguments":{text_json(text)}}}}}]'
+        if call.tool is not None:
+            return self._tool_delta(choice, text)
+        inner = f'"content":{text_json(text)}'
         ids = ids_json(choice.answer.tokens[start:end]) if call.return_token_ids else "null"
         logprobs = "null" if call.logprobs is None else orjson.dumps(self._logprobs(choice, start, end)).decode()
-        if choice.finish is None:
-            finish, tail = "null", ""
-        else:
+        return [self._chunk(choice, inner, logprobs, ids, last=choice.finish is not None)]
+
+    def _tool_delta(self, choice: Choice, text: str) -> list[bytes]:
+        """The function's name, its arguments and the end are deltas of their own."""
+        parts = []
+        if not self._tool_open[choice.index]:
+            self._tool_open[choice.index] = True
+            identity = tool_identity(self._context, choice.index)
+            function = f'{{"name":{text_json(self._call.tool or "")}}}'
+            parts.append(f'{{"id":"{identity}","type":"function","index":0,"function":{function}}}')
+        if text:
+            parts.append(f'{{"index":0,"function":{{"arguments":{text_json(text)}}}}}')
+        events = [
+            self._chunk(choice, f'"content":null,"tool_calls":[{part}]', "null", "null", last=False) for part in parts
+        ]
+        if choice.finish is not None:
+            events.append(self._chunk(choice, "", "null", "null", last=True))
+        return events
+
+    def _chunk(self, choice: Choice, inner: str, logprobs: str, ids: str, *, last: bool) -> bytes:
+        call = self._call
+        finish, tail = "null", ""
+        if last:
             finish = f'"{self._finish(choice)}","stop_reason":{self._stop(choice)}'
             tail = "" if call.include_usage else self._fingerprint
-        return [
-            (
-                f'{self._head}{{"index":{choice.index},"delta":{{{inner}}},"logprobs":{logprobs},'
-                f'"finish_reason":{finish},"token_ids":{ids}}}]{self._continuous(call.completion_tokens)}{tail}}}\n\n'
-            ).encode()
-        ]
+        return (
+            f'{self._head}{{"index":{choice.index},"delta":{{{inner}}},"logprobs":{logprobs},'
+            f'"finish_reason":{finish},"token_ids":{ids}}}]{self._continuous(call.completion_tokens)}{tail}}}\n\n'
+        ).encode()
 
     def closing(self) -> list[bytes]:
         call = self._call
@@ -180,7 +199,7 @@ class ChatReply:
             _, end, text = _new_pieces(choice)
             message: dict[str, Any] = {
                 "role": "assistant",
-                "content": text if call.tool is None else None,
+                "content": text if call.tool is None else "",
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
@@ -188,7 +207,7 @@ class ChatReply:
             }
             if call.tool is not None:
                 function = {"name": call.tool, "arguments": text}
-                identity = f"chatcmpl-tool-{context.identity}-{choice.index}"
+                identity = tool_identity(context, choice.index)
                 message["tool_calls"] = [{"id": identity, "type": "function", "function": function}]
             message["reasoning"] = None
             choices.append(
@@ -356,7 +375,14 @@ class ResponsesReply:
             item = self._tool_item("", "in_progress")
             events.append(self._event("response.output_item.added", output_index=0, item=item))
             return events
-        item = {"id": self._item, "content": [], "role": "assistant", "status": "in_progress", "type": "message"}
+        item = {
+            "id": self._item,
+            "content": [],
+            "role": "assistant",
+            "status": "in_progress",
+            "type": "message",
+            "phase": None,
+        }
         part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
         events.append(self._event("response.output_item.added", output_index=0, item=item))
         events.append(self._part("response.content_part.added", part=part))
@@ -383,8 +409,8 @@ class ResponsesReply:
             events.append(self._part("response.content_part.done", part=item["content"][0]))
         events.append(self._event("response.output_item.done", output_index=0, item=item))
         final = self._response(self._status(), [item], self._usage())
-        name = "response.completed" if self._status() == "completed" else "response.incomplete"
-        events.append(self._event(name, response=final))
+        # vLLM says so of an incomplete one too; its status tells them apart
+        events.append(self._event("response.completed", response=final))
         return events
 
     def body(self) -> bytes:
@@ -409,10 +435,13 @@ class ResponsesReply:
     def _tool_item(self, arguments: str, status: str) -> dict[str, Any]:
         return {
             "arguments": arguments,
-            "call_id": f"call_{self._context.identity}",
+            "call_id": tool_identity(self._context),
             "name": self._call.tool,
             "type": "function_call",
             "id": self._item,
+            "async": None,
+            "caller": None,
+            "namespace": None,
             "status": status,
         }
 
@@ -456,7 +485,7 @@ class ResponsesReply:
             "parallel_tool_calls": True,
             "temperature": 1.0 if body.get("temperature") is None else float(body["temperature"]),
             "tool_choice": body.get("tool_choice") or ("auto" if tools else "none"),
-            "tools": tools,
+            "tools": [_responses_tool(tool) for tool in tools],
             "top_p": 1.0 if body.get("top_p") is None else float(body["top_p"]),
             "background": False,
             "max_output_tokens": self._call.max_tokens,
@@ -483,9 +512,24 @@ class ResponsesReply:
         return self._event(name, item_id=self._item, output_index=0, content_index=0, **fields)
 
     def _event(self, event: str, **fields: Any) -> bytes:
-        data = orjson.dumps({**fields, "sequence_number": self._sequence, "type": event})
+        # pydantic's order: a part's own fields by name, then what all events have; the text of a part comes last
+        late = {key: fields.pop(key) for key in ("name", "text") if key in fields}
+        text = {"text": late.pop("text")} if "text" in late else {}
+        known = {**dict(sorted(fields.items())), "sequence_number": self._sequence, **text, "type": event}
+        data = orjson.dumps({**known, **late})
         self._sequence += 1
         return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _responses_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the Responses API repeats it: every field that it knows, in its order."""
+    if tool.get("type") != "function":
+        return tool
+    shown: dict[str, Any] = {"name": tool.get("name"), "parameters": tool.get("parameters")}
+    shown |= {"strict": tool.get("strict"), "type": "function"}
+    for name in ("allowed_callers", "async", "defer_loading", "description", "output_schema"):
+        shown[name] = tool.get(name)
+    return shown
 
 
 class MessagesReply:
@@ -509,10 +553,10 @@ class MessagesReply:
         }
         block: dict[str, Any] = {"type": "text", "text": ""}
         if self._call.tool is not None:
-            block = {"type": "tool_use", "id": f"toolu_{self._context.identity}", "name": self._call.tool, "input": {}}
+            block = {"type": "tool_use", "id": tool_identity(self._context), "name": self._call.tool, "input": {}}
         return [
             self._event("message_start", message=message),
-            self._event("content_block_start", index=0, content_block=block),
+            self._event("content_block_start", content_block=block, index=0),
         ]
 
     def delta(self, choice: Choice) -> list[bytes]:
@@ -520,7 +564,7 @@ class MessagesReply:
         delta = {"type": "text_delta", "text": text}
         if self._call.tool is not None:
             delta = {"type": "input_json_delta", "partial_json": text}
-        return [self._event("content_block_delta", index=0, delta=delta)]
+        return [self._event("content_block_delta", delta=delta, index=0)]
 
     def closing(self) -> list[bytes]:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._call.choices[0].answer.stop}
@@ -538,7 +582,7 @@ class MessagesReply:
             whole = choice.finish is Finish.STOP
             given = orjson.loads(text) if whole else {}
             name = self._call.tool
-            content = [{"type": "tool_use", "id": f"toolu_{self._context.identity}", "name": name, "input": given}]
+            content = [{"type": "tool_use", "id": tool_identity(self._context), "name": name, "input": given}]
         reply: dict[str, Any] = {
             "id": self._id,
             "type": "message",
@@ -561,11 +605,14 @@ class MessagesReply:
         return "max_tokens" if choice.finish is Finish.LENGTH else "abort"
 
     def _usage(self) -> dict[str, Any]:
-        cached = self._context.cached(self._call)
+        call, context = self._call, self._context
+        if not context.details:
+            return {"input_tokens": call.prompt_tokens, "output_tokens": call.completion_tokens}
+        cached, created = context.cached(call), call.created_cache_tokens(context.block_size)
         return {
-            "input_tokens": self._call.prompt_tokens - cached,
-            "output_tokens": self._call.completion_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": max(0, call.prompt_tokens - cached - created),
+            "output_tokens": call.completion_tokens,
+            "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
         }
 
@@ -573,6 +620,36 @@ class MessagesReply:
     def _event(name: str, **fields: Any) -> bytes:
         data = orjson.dumps({"type": name, **fields})
         return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class RealtimeReply:
+    """A transcription over /v1/realtime: its events are messages of a websocket."""
+
+    def __init__(self, call: Call, context: ReplyContext) -> None:
+        self._call = call
+
+    def opening(self) -> list[bytes]:
+        return []
+
+    def delta(self, choice: Choice) -> list[bytes]:
+        _, _, text = _new_pieces(choice)
+        return [json_message({"type": "transcription.delta", "delta": text})]
+
+    def closing(self) -> list[bytes]:
+        call, choice = self._call, self._call.choices[0]
+        prompt, completion = call.prompt_tokens, call.completion_tokens
+        usage = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": None,
+        }
+        text = "".join(choice.answer.pieces[: choice.generated])
+        return [json_message({"type": "transcription.done", "text": text, "usage": usage})]
+
+    def body(self) -> bytes:
+        raise AssertionError("a transcription is always streamed")
 
 
 class EmbeddingReply:

@@ -18,6 +18,7 @@ from router.sim.engine import VERSION, SimEngine
 from router.sim.faults import FaultKind, Faults
 from router.sim.http_protocol import Exchange
 from router.sim.inference import Inference
+from router.sim.realtime import RealtimeSession
 from router.sim.sim_config import SimConfig
 from router.sim.tokenizer import VOCABULARY, TokenTexts
 
@@ -59,6 +60,9 @@ class Routes:
             exchange.vary = False
             exchange.respond(401, b'{"error":"Unauthorized"}')
             return
+        if exchange.websocket_key is not None:
+            self._websocket(exchange)
+            return
         methods = self._table.get(path)
         if methods is None:
             self._respond(exchange, 404, b'{"detail":"Not Found"}', handler="none")
@@ -71,7 +75,7 @@ class Routes:
         try:
             handler(self, exchange)
         except ApiError as error:
-            self._respond(exchange, error.status, error.body())
+            self._respond(exchange, error.status, error.body(path))
 
     def _authorized(self, exchange: Exchange) -> bool:
         scheme, _, token = exchange.headers.get("authorization", "").partition(" ")
@@ -103,7 +107,7 @@ class Routes:
         self._inference.infer(exchange, None, calls.read_responses)
 
     def _messages(self, exchange: Exchange) -> None:
-        self._inference.infer(exchange, None, calls.read_messages)
+        self._inference.infer(exchange, calls.check_messages, calls.read_messages)
 
     def _embeddings(self, exchange: Exchange) -> None:
         self._inference.embed(exchange)
@@ -277,8 +281,18 @@ class Routes:
 
     def _count_tokens(self, exchange: Exchange) -> None:
         body = calls.read_body(exchange.content_type, exchange.body)
+        calls.check_message_prompt(body)
         self._adapters.model_of(body)
-        self._respond(exchange, 200, orjson.dumps({"input_tokens": calls.count_message_tokens(body)}))
+        count = calls.count_message_tokens(body)
+        reply = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+        self._respond(exchange, 200, orjson.dumps(reply))
+
+    def _websocket(self, exchange: Exchange) -> None:
+        """There is one, and only an audio model has it; all others are refused as uvicorn does."""
+        if exchange.path != "/v1/realtime" or not self._config.realtime:
+            exchange.refuse_websocket()
+            return
+        RealtimeSession(exchange, self._inference, self._adapters, self._identities, self._wall_time).begin()
 
     # -- changing it
 

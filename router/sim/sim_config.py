@@ -28,6 +28,7 @@ class SimConfig:
     dev_mode: bool = False
     lora: bool = False
     pooling: bool = False
+    realtime: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_num_queued_reqs: int | None = None
     sse_keep_alive_s: float | None = None

@@ -139,9 +139,9 @@ def test_a_body_above_its_bound_is_413() -> None:
         assert sim.request("POST", CHAT, chat("x" * 1100, max_tokens=1)).status == 413
 
 
-def test_an_upgrade_is_answered_as_a_plain_request(sim: SimProcess) -> None:
+def test_an_upgrade_to_anything_but_a_websocket_is_answered_as_a_plain_request(sim: SimProcess) -> None:
     with sim.connect() as connection:
-        connection.send(http_request("GET", "/v1/realtime", headers={"Connection": "Upgrade", "Upgrade": "websocket"}))
+        connection.send(http_request("GET", "/v1/realtime", headers={"Connection": "Upgrade", "Upgrade": "h2c"}))
         assert connection.read().status == 404
         assert connection.closed()
 

@@ -37,13 +37,13 @@ def response_bytes(name: str) -> bytes:
 
 STRING = r'"(?:[^"\\]|\\.)*"'
 MASKS = [
-    (r"date: [^\r]*", "date: DATE"),
+    (r"([Dd])ate: [^\r]*", r"\1ate: DATE"),
     (r"content-length: \d+", "content-length: N"),
     (r"x-request-id: [0-9a-f]{32}", "x-request-id: ID"),
     (r'"((?:chatcmpl|cmpl|modelperm)-|resp_|msg_)[0-9a-f]{16}"', r'"\1ID"'),
     (r'"(created|created_at)":\d+', r'"\1":N'),
     (r'"system_fingerprint":"vllm-0\.32\.0-[0-9a-f]{8}"', '"system_fingerprint":"FINGERPRINT"'),
-    (rf'"(content|text|token|prompt)":{STRING}', r'"\1":"TEXT"'),
+    (rf'"(content|text|token|prompt|delta)":{STRING}', r'"\1":"TEXT"'),
     (rf'"token_strs":\[{STRING}(?:,{STRING})*\]', '"token_strs":["TEXT"]'),
     (r'"(\w*tokens|count|logprob|num_requests_waiting|kv_cache_usage_perc)":\s?-?\d[\d.e-]*', r'"\1":N'),
     (r"\[\d+(?:,\d+)*\]", "[N]"),
