@@ -14,13 +14,14 @@ BUILD_INPUTS := pyproject.toml setup.py $(NATIVE) $(COMPILED)
 INSTALLED := $(VENV)/.installed
 TEST_READY := $(VENV)/.test-ready
 CHECK_READY := $(VENV)/.check-ready
+CLIENTS_READY := $(VENV)/.clients-ready
 # Not made anew where .ci/container just did.
 DIST := build/dist/.built
 PUBLISHED := $(BUILD_INPUTS) MANIFEST.in README.md LICENSE CHANGELOG.md config.example.toml \
 	$(shell find router native -type f ! -name '*.so' ! -name '*.c' ! -path '*/__pycache__/*')
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize container package test-vllm bench clean
+.PHONY: demo test check sanitize container package test-clients test-vllm bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvgate demo $(ARGS)
@@ -49,6 +50,10 @@ container:
 package: $(TEST_READY) $(DIST)
 	$(BIN)/python -m pytest tests/packaging/published.py $(ARGS)
 
+# Real clients through the gateway, with those that `make test` leaves out for their size.
+test-clients: $(CLIENTS_READY)
+	$(BIN)/python -m pytest tests/blackbox/test_client_*.py tests/blackbox/test_openai_client.py $(ARGS)
+
 test-vllm: $(TEST_READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/vllm/run $(ARGS)
 
@@ -74,6 +79,10 @@ $(INSTALLED): $(VENV)/.created $(BUILD_INPUTS)
 
 $(TEST_READY): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --group test
+	touch $@
+
+$(CLIENTS_READY): $(TEST_READY)
+	$(BIN)/python -m pip install --quiet --group clients
 	touch $@
 
 $(CHECK_READY): $(TEST_READY)
