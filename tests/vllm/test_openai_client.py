@@ -104,6 +104,34 @@ def test_completions_and_responses_work(client: openai.OpenAI) -> None:
     assert response.status in ("completed", "incomplete")
 
 
+def test_streamed_responses_are_the_plain_ones(client: openai.OpenAI) -> None:
+    wanted = {"model": MODEL, "input": "What does join do?", "max_output_tokens": 8, "temperature": 0}
+    plain = client.responses.create(**wanted)
+    events = list(client.responses.create(**wanted, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == plain.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == plain.usage.output_tokens == 8
+
+
+@pytest.mark.asyncio
+async def test_the_async_client_gets_what_the_other_gets(client: openai.OpenAI, base_url: str) -> None:
+    wanted = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    text = client.chat.completions.create(**wanted).choices[0].message.content
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as other:
+        plain = await other.chat.completions.create(**wanted)
+        stream = await other.chat.completions.create(**wanted, stream=True)
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert plain.choices[0].message.content == streamed == text
+
+
+def test_a_model_that_generates_embeds_nothing(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.embeddings.create(model=MODEL, input="text")
+    assert refused.value.response.json() == {"detail": "Not Found"}
+
+
 def test_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no-such-model") as caught:
         client.chat.completions.create(model="no-such-model", messages=MESSAGES)
