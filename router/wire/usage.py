@@ -20,7 +20,7 @@ NO_USAGE = Usage(None, None, None)
 
 def read_usage(raw: bytes | None) -> Usage:
     """From the JSON of one usage object: of chat and completions (`prompt_tokens`), responses and messages
-    (`input_tokens`).
+    (`input_tokens`). In that of messages the prompt is in three parts: read from the cache, written into it, neither.
 
     Anything else than plausible counts reads as None.
     """
@@ -36,6 +36,9 @@ def read_usage(raw: bytes | None) -> Usage:
         prompt = _count(usage.get("input_tokens"))
         details = usage.get("input_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    if cached is None and prompt is not None:
+        cached = _count(usage.get("cache_read_input_tokens"))
+        prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
     if cached is not None and (prompt is None or cached > prompt):
         cached = None
     completion = _count(usage.get("completion_tokens"))

@@ -79,6 +79,25 @@ def test_the_second_of_two_equal_messages_is_read_from_the_cache_that_has_it(
     assert 0 < int(second.headers["x-kvgate-matched"]) <= cached + 64
 
 
+def test_the_gateway_counts_the_prompts_as_they_are(client: anthropic.Anthropic, fleet: ClientFleet) -> None:
+    """In this API the tokens of a prompt are told in three parts."""
+
+    def counted() -> tuple[float, float]:
+        figures = fleet.gateway.metrics()
+        return figures.sum("prompt_tokens_total"), figures.sum("matched_tokens_total", kind="reported")
+
+    asked: Any = {"model": MODEL, "max_tokens": 3, "messages": [{"role": "user", "content": "count these " * 90}]}
+    tokens = client.messages.count_tokens(model=MODEL, messages=asked["messages"]).input_tokens
+    before = counted()
+    client.messages.create(**asked)
+    list(client.messages.create(**asked, stream=True))
+    cached = client.messages.create(**asked).usage.cache_read_input_tokens
+    assert cached
+    fleet.until_idle()
+    after = counted()
+    assert (after[0] - before[0], after[1] - before[1]) == (3 * tokens, 2 * cached)
+
+
 def test_a_streamed_message_is_the_plain_one(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": MODEL, "max_tokens": 20, "messages": SAY}
     plain = client.messages.create(**asked)

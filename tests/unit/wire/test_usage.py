@@ -15,6 +15,13 @@ from router.wire.usage import NO_USAGE, Usage, read_usage
         (b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}', Usage(9, 0, None)),
         (b'{"prompt_tokens":9,"prompt_tokens_details":null}', Usage(9, None, None)),
         (b'{"input_tokens":7,"input_tokens_details":{"cached_tokens":2},"output_tokens":3}', Usage(7, 2, 3)),
+        (b'{"input_tokens":13,"output_tokens":0}', Usage(13, None, 0)),
+        (
+            b'{"input_tokens":1,"output_tokens":4,"cache_creation_input_tokens":64,"cache_read_input_tokens":32}',
+            Usage(97, 32, 4),
+        ),
+        (b'{"input_tokens":9,"cache_creation_input_tokens":0,"cache_read_input_tokens":0}', Usage(9, 0, None)),
+        (b'{"input_tokens":9,"cache_creation_input_tokens":-1,"cache_read_input_tokens":"x"}', Usage(9, None, None)),
     ],
 )
 def test_counts_are_read(raw: bytes, usage: Usage) -> None:
