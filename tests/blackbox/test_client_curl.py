@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.client_fleet import ENDLESS, MODEL, ClientFleet, client_fleet
-
-pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+from tests.support.debian_tools import program
 
 CHAT = "/v1/chat/completions"
 SAY = [{"role": "user", "content": "say something"}]
@@ -23,6 +21,7 @@ PARTIAL = 18  # curl's exit code for an answer that ended before its end
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ClientFleet]:
+    program("curl")
     with client_fleet() as fleet:
         yield fleet
 
