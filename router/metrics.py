@@ -35,12 +35,26 @@ class Histogram:
         return sum(self.counts)
 
 
+class BackendCounts:
+    """What one backend did with its attempts, repeats included. No labels: a sampler reads it once a second."""
+
+    __slots__ = ("attempts", "failed", "ttft_count", "ttft_sum_s")
+
+    def __init__(self) -> None:
+        self.attempts = 0  # ended, however
+        self.failed = 0  # by its doing, or answered with 5xx
+        self.ttft_count = 0
+        self.ttft_sum_s = 0.0  # as ttft_seconds counts it: from the request's arrival here
+
+
 class Metrics:
     """The counters of one process. Labels are names of the fleet and words of ours, never client text."""
 
     def __init__(self) -> None:
         self.requests: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self.ended: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.codes: defaultdict[int, int] = defaultdict(int)  # requests by status alone
+        self.by_backend: defaultdict[str, BackendCounts] = defaultdict(BackendCounts)
         self.decisions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.matched_predicted: defaultdict[str, int] = defaultdict(int)
@@ -59,5 +73,6 @@ class Metrics:
         """A removed backend's series end, so that names that come and go do not pile up."""
         for key in [key for key in self.requests if key[1] == name]:
             del self.requests[key]
+        self.by_backend.pop(name, None)
         for by_backend in (self.matched_predicted, self.matched_reported, self.prompt_tokens):
             by_backend.pop(name, None)

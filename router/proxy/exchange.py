@@ -418,6 +418,9 @@ class Exchange:
         s.passive_health.answered(choice.backend, answer.status)
         attempt.strategy.first_byte(choice)
         s.metrics.ttft.observe(now - self._started_at)
+        counts = s.metrics.by_backend[choice.backend.name]
+        counts.ttft_count += 1
+        counts.ttft_sum_s += now - self._started_at
         self._framer = attempt.upstream.framer if attempt.upstream is not None else None
         self._stream = answer.event_stream
         self._upstream_body = b""
@@ -778,8 +781,12 @@ class Exchange:
         attempt.guard.release()
         if attempt.trial:
             attempt.choice.backend.trial_open = False
+        name = attempt.choice.backend.name
+        ended = s.metrics.by_backend[name]
+        ended.attempts += 1
+        if end is FAILED or (attempt.status or 0) >= 500:
+            ended.failed += 1
         if self._first_byte_at is not None and attempt.status == 200:  # its prompt was prefilled
-            name = attempt.choice.backend.name
             counts = s.metrics
             counts.matched_predicted[name] += attempt.choice.matched_tokens
             counts.prompt_tokens[name] += attempt.choice.prompt_tokens if prompt_tokens is None else prompt_tokens
@@ -806,6 +813,7 @@ class Exchange:
         code = self._status or 499
         answered_by = self._served_by.backend.name if self._served_by is not None else ""
         s.metrics.requests[self.pool.model, answered_by, code] += 1
+        s.metrics.codes[code] += 1
         s.metrics.ended[ended_by, phase] += 1
         if self._first_byte_at is not None:
             s.metrics.e2e.observe(total_s)
