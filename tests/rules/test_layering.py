@@ -14,7 +14,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("index", "net", "learning"),
     ("strategies",),
     ("proxy",),
-    ("control",),
+    ("control", "dashboard"),
     ("admin",),
     ("app",),
     ("cli",),
