@@ -28,6 +28,9 @@ from router.build_info import request_path_compiled
 from router.clock import SystemClock
 from router.config import Config, ConfigError
 from router.control import Control
+from router.dashboard.history import Recorder
+from router.dashboard.live import Live
+from router.dashboard.server import add_routes as add_dashboard
 from router.index.prefix_index import PrefixTree
 from router.metrics import CONTENT_TYPE, Metrics
 from router.metrics_exporter import BackendFigures, Exporter, Snapshot
@@ -108,6 +111,14 @@ class Gateway:
             api_keys=_api_keys(config),
         )
         self.registry.subscribe(self._on_fleet_event)
+        self.recorder = Recorder(clock, self.registry, self.metrics, lambda: self.services.admission.depth)
+        live = Live(
+            self.recorder,
+            self.registry,
+            decisions=self.services.decisions.recent,
+            hit_accounting=self._hit_accounting,
+            about=self._about,
+        )
         self.admin = AdminServer(
             config.admin.host,
             config.admin.port,
@@ -117,6 +128,7 @@ class Gateway:
             metrics_content_type=CONTENT_TYPE,
             hit_accounting=self._hit_accounting,
             version={"version": __version__, "request_path": build, "python": platform.python_version()},
+            add_routes=lambda app: add_dashboard(app, live),
         )
         self._downstream_limits = _downstream_limits(config)
         self.access_log: AccessLog | None = None
@@ -150,6 +162,7 @@ class Gateway:
             await self.admin.stop()
             raise
         await self.health.start()
+        self.recorder.start()
         # What was made until here stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
@@ -187,6 +200,7 @@ class Gateway:
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.abort()
+        self.recorder.stop()
         await self.health.stop()
         self.ejector.stop()
         self.services.pool.close()
@@ -338,6 +352,13 @@ class Gateway:
         self.metrics.broken_exchanges += 1
         error = context.get("exception")
         logger.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+
+    def _about(self) -> dict[str, object]:
+        return {
+            "version": __version__,
+            "strategy": self._config.routing.strategy,
+            "draining": self.services.draining,
+        }
 
     def _hit_accounting(self, backend: Backend) -> dict[str, object]:
         figures: dict[str, object] = {
