@@ -111,7 +111,13 @@ class Gateway:
             api_keys=_api_keys(config),
         )
         self.registry.subscribe(self._on_fleet_event)
-        self.recorder = Recorder(clock, self.registry, self.metrics, lambda: self.services.admission.depth)
+        self.recorder = Recorder(
+            clock,
+            self.registry,
+            self.metrics,
+            lambda: self.services.admission.depth,
+            poll_interval_s=config.health.interval_s,
+        )
         live = Live(
             self.recorder,
             self.registry,

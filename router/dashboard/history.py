@@ -31,6 +31,8 @@ HIT_WINDOW_S: Final = 300  # hit ratios need more: a quiet minute has few prompt
 WINDOW_STEPS: Final = WINDOW_S // STEP_S
 HIT_WINDOW_STEPS: Final = HIT_WINDOW_S // STEP_S
 
+STALE_AFTER_S: Final = 15  # an engine that did not report for so long tells nothing about now
+
 NAN: Final = float("nan")
 
 TOTAL_COLUMNS: Final = (
@@ -128,6 +130,11 @@ class RecentHistogram:
         self._marks: deque[tuple[int, ...]] = deque([tuple(histogram.counts)], maxlen=WINDOW_S + 1)
         self.newest: list[int] = [0] * len(histogram.counts)
 
+    @property
+    def lowest_s(self) -> float:
+        """The lowest bound: quantiles below it are not known any better."""
+        return self._histogram.bounds[0]
+
     def sample(self) -> None:
         counts = tuple(self._histogram.counts)
         before = self._marks[-1]
@@ -162,6 +169,7 @@ class BackendHistory:
         "backend",
         "changed_at",
         "number",
+        "reported_at",
         "ring",
     )
 
@@ -169,6 +177,7 @@ class BackendHistory:
         self.backend = backend
         self.number = number
         self.changed_at = sample  # the sample that first saw its present state
+        self.reported_at = sample  # the sample that first saw its last report
         self.ring = ring
         self._seen = (backend.state, backend.draining)
         self._report: EngineReport | None = None
@@ -196,7 +205,12 @@ class BackendHistory:
         report = backend.report
         if report is self._report:
             return 0.0, 0.0
+        self.reported_at = sample
         return self._read(report)
+
+    def told(self, sample: int, stale_after: int) -> bool:
+        """Whether what the engine last reported is news enough to be shown as the present."""
+        return self.backend.report.at > float("-inf") and sample - self.reported_at <= stale_after
 
     def _read(self, report: EngineReport) -> tuple[float, float]:
         self._report = report
@@ -212,7 +226,7 @@ class BackendHistory:
         self._step_hits += more_hits
         return more_queried, more_hits
 
-    def end_step(self, metrics: Metrics) -> None:
+    def end_step(self, metrics: Metrics, told: bool) -> None:
         backend = self.backend
         name = backend.name
         counts = metrics.by_backend.get(name)
@@ -224,7 +238,6 @@ class BackendHistory:
         prompt = metrics.prompt_tokens.get(name, 0)
         predicted = metrics.matched_predicted.get(name, 0)
         report = backend.report
-        told = report.at > float("-inf")
         self.ring.append(
             (
                 self._peak,
@@ -252,17 +265,27 @@ class BackendHistory:
 
 
 class Recorder:
-    """Samples once a second from `start()` to `stop()`. `queued` tells how many requests wait for a place now.
+    """Samples once a second from `start()` to `stop()`. `queued` tells how many requests wait for a place now,
+    `poll_interval_s` how often engines are asked for their figures.
 
     `samples` counts the seconds since `start`, those in which the loop stood still included (as NaN): it is the time
     axis of all that is kept.
     """
 
-    def __init__(self, clock: Clock, registry: Registry, metrics: Metrics, queued: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        registry: Registry,
+        metrics: Metrics,
+        queued: Callable[[], int],
+        *,
+        poll_interval_s: float = 0.0,
+    ) -> None:
         self._clock = clock
         self._registry = registry
         self._metrics = metrics
         self._queued = queued
+        self.stale_after = round(max(STALE_AFTER_S, 3 * poll_interval_s) / SAMPLE_S)  # samples
         self._timer: TimerHandle | None = None
         self._next_at = 0.0
         self._numbers = 0
@@ -358,7 +381,7 @@ class Recorder:
         self._prompt, self._predicted = prompt, predicted
         if sample % STEP_S == 0:
             for history in self._followed.values():
-                history.end_step(metrics)
+                history.end_step(metrics, history.told(sample, self.stale_after))
 
     def _follow(self) -> None:
         """Follow those that came, as far as there is room, and forget those that went."""

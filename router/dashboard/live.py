@@ -91,7 +91,13 @@ class Live:
         after = question.after if same else 0
         told: dict[str, Any] = {"boot": self._boot, "sample": recorder.samples, "steps": recorder.steps}
         if not same or after == 0:
-            told["limits"] = {"kept_s": KEPT_S, "step_s": STEP_S, "window_s": WINDOW_S, "hit_window_s": HIT_WINDOW_S}
+            told["limits"] = {
+                "kept_s": KEPT_S,
+                "step_s": STEP_S,
+                "window_s": WINDOW_S,
+                "hit_window_s": HIT_WINDOW_S,
+                "lowest_s": recorder.ttft.lowest_s,
+            }
         if after < recorder.samples or not same or after == 0:
             told["summary"] = self._summary
             if self._order_changed_at > after or not after:
@@ -130,7 +136,7 @@ class Live:
     def _row(self, history: BackendHistory) -> dict[str, Any]:
         backend = history.backend
         report = backend.report
-        told = report.at > float("-inf")
+        told = history.told(self._recorder.samples, self._recorder.stale_after)
         return {
             "id": history.number,
             "name": _cut(backend.name),

@@ -44,11 +44,14 @@
   const percent = (value) => known(value) ? `${(100 * value).toFixed(value < 0.0995 && value > 0 ? 1 : 0)} %` : NONE;
   function seconds(value) {
     if (!known(value)) return NONE;
-    if (value < 0.0001) return "0 ms";
+    if (value === 0) return "0 ms";
+    if (value < 0.00005) return "< 0.1 ms";
     if (value < 0.00995) return `${(1000 * value).toFixed(1)} ms`;
     if (value < 0.9995) return `${(1000 * value).toFixed(0)} ms`;
     return value < 99.95 ? `${value.toFixed(value < 9.995 ? 2 : 1)} s` : `${value.toFixed(0)} s`;
   }
+  // A quantile of a histogram is no finer than its lowest bucket.
+  const quantile = (value) => known(value) && value <= held.limits.lowest_s ? `under ${seconds(held.limits.lowest_s)}` : seconds(value);
   function span(value) {
     if (value < 90) return `${Math.max(0, Math.round(value))} s`;
     if (value < 5400) return `${Math.round(value / 60)} min`;
@@ -62,7 +65,7 @@
   // ---- what is known
 
   const fresh = () => ({
-    boot: "", sample: 0, steps: 0, limits: { kept_s: 600, step_s: 5, window_s: 60, hit_window_s: 300 },
+    boot: "", sample: 0, steps: 0, limits: { kept_s: 600, step_s: 5, window_s: 60, hit_window_s: 300, lowest_s: 0.005 },
     summary: null, order: [], backends: new Map(), totals: {}, decisions: [], decision: 0,
     sparks: new Map(), sparksFor: "", detail: null, detailStep: -1,
   });
@@ -109,7 +112,7 @@
   function ceiling(value) {
     if (!(value > 0)) return 1;
     const unit = 10 ** Math.floor(Math.log10(value));
-    return unit * [1, 2, 5, 10].find((step) => value <= step * unit * 1.0001);
+    return unit * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => value <= step * unit * 1.0001);
   }
 
   function line(values, points, top) {
@@ -142,7 +145,7 @@
       this.svg.append(draw("path", { class: "grid", d: `M0 0H${points}M0 50H${points}M0 100H${points}` }));
       this.cursor = draw("path", { class: "cursor", d: "" });
       this.lines = series.map((_, index) => draw("path", { class: `line s${index + 1}`, d: "" }));
-      this.svg.append(this.cursor, ...[...this.lines].reverse());
+      this.svg.append(this.cursor, ...this.lines); // dashes over the solid line: both are seen where they agree
       this.scale = make("span", { class: "top" });
       this.none = make("span", { class: "none" });
       this.plot = make("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${title}: time to read`,
@@ -298,8 +301,8 @@
     const bad = (summary.failed_per_s ?? 0) + (summary.refused_per_s ?? 0);
     tiles.failed(number(known(summary.failed_per_s) ? bad : null), "/s", `${rate(summary.failed_per_s)} failed · ${rate(summary.refused_per_s)} turned away`,
       summary.failed_per_s > 0 ? "bad" : summary.refused_per_s > 0 ? "warn" : "");
-    tiles.ttft(seconds(summary.ttft_p50_s), "median", `p99 ${seconds(summary.ttft_p99_s)}`);
-    tiles.queue(number(summary.queued), "waiting here", `p99 of the wait ${seconds(summary.queue_p99_s)}`, summary.queued > 0 ? "warn" : "");
+    tiles.ttft(quantile(summary.ttft_p50_s), "median", `p99 ${quantile(summary.ttft_p99_s)}`);
+    tiles.queue(number(summary.queued), "waiting here", `p99 of the wait ${quantile(summary.queue_p99_s)}`, summary.queued > 0 ? "warn" : "");
     tiles.load(number(summary.in_flight), "requests", `engines: ${number(sum("running"))} running, ${number(sum("waiting"))} waiting`);
     tiles.hits(percent(summary.reported_ratio), "engines report", `predicted ${percent(summary.predicted_ratio)} · last ${span(state.limits.hit_window_s)}`);
   }
@@ -331,9 +334,9 @@
   }
 
   const COLUMNS = [
-    ["Backend", "text wide", "16%"], ["State", "text wide", "19%"], ["In flight", "", "6%"], ["Running", "", "6%"], ["Waiting", "", "6%"],
-    ["KV in use", "", "9%"], ["Predicted", "", "7%"], ["Reported", "", "7%"], ["TTFT mean", "", "7%"], ["Attempts", "", "7%"],
-    ["Failed", "", "6%"], ["In flight, 10 min", "full", ""],
+    ["Backend", "text wide", "14%"], ["State", "text wide", "18%"], ["In flight", "", "5.5%"], ["Running", "", "5.5%"], ["Waiting", "", "5.5%"],
+    ["KV in use", "", "8.5%"], ["Predicted", "", "6%"], ["Reported", "", "6%"], ["TTFT mean", "", "6.5%"], ["Attempts", "", "6.5%"],
+    ["Failed", "", "5.5%"], ["In flight, 10 min", "rest text", ""],
   ];
   const HINTS = {
     "In flight": "attempts of this gateway on it", Running: "as the engine reports", Waiting: "as the engine reports",
@@ -342,7 +345,7 @@
     Attempts: "ended in the last minute, repeats included", Failed: "of them by its doing, or answered with 5xx",
   };
   for (const [name, kind, width] of COLUMNS) {
-    const head = make("th", { scope: "col", role: "columnheader", class: kind.replace(/wide|full/, "").trim() }, name);
+    const head = make("th", { scope: "col", role: "columnheader", class: kind.replace(/wide|rest/, "").trim() }, name);
     if (width) head.style.width = width;
     hint(head, HINTS[name]);
     byId("backends-head").append(head);
@@ -501,11 +504,11 @@
   // ---- decisions
 
   const DECISION_COLUMNS = [
-    ["Time", "text", "8%"], ["Backend", "text", "14%"], ["Reason", "text", "12%"], ["Matched tokens", "", "12%"], ["Prompt tokens", "", "10%"],
-    ["In flight then", "", "9%"], ["After", "", "8%"], ["Model", "text wide", "13%"], ["Request id", "text wide mono", ""],
+    ["Time", "text bare", "8%"], ["Backend", "text bare", "14%"], ["Reason", "text bare", "12%"], ["Matched tokens", "", "12%"], ["Prompt tokens", "", "10%"],
+    ["In flight then", "", "9%"], ["After", "late", "8%"], ["Model", "text late", "13%"], ["Request id", "text id mono", ""],
   ];
   for (const [name, kind, width] of DECISION_COLUMNS) {
-    const head = make("th", { scope: "col", role: "columnheader", class: kind.replace(/wide|mono/g, "").trim() }, name);
+    const head = make("th", { scope: "col", role: "columnheader", class: kind.replace(/bare|late|id|mono/g, "").trim() }, name);
     if (width) head.style.width = width;
     byId("decisions-head").append(head);
   }
