@@ -313,6 +313,7 @@ class Recorder:
 
     def start(self) -> None:
         if self._timer is None:
+            self._follow()
             self._count_requests()  # what was counted before belongs to no second
             self._next_at = self._clock.now() + SAMPLE_S
             self._timer = self._clock.call_later(SAMPLE_S, self._tick)

@@ -504,8 +504,8 @@
   // ---- decisions
 
   const DECISION_COLUMNS = [
-    ["Time", "text bare", "8%"], ["Backend", "text bare", "14%"], ["Reason", "text bare", "12%"], ["Matched tokens", "", "12%"], ["Prompt tokens", "", "10%"],
-    ["In flight then", "", "9%"], ["After", "late", "8%"], ["Model", "text late", "13%"], ["Request id", "text id mono", ""],
+    ["Time", "text bare", "8%"], ["Backend", "text bare", "14%"], ["Reason", "text bare", "12%"], ["Matched tokens", "", "12%", "matched"], ["Prompt tokens", "", "10%", "prompt"],
+    ["In flight then", "", "9%", "load"], ["After", "late", "8%"], ["Model", "text late", "13%"], ["Request id", "text id mono", "", "id"],
   ];
   for (const [name, kind, width] of DECISION_COLUMNS) {
     const head = make("th", { scope: "col", role: "columnheader", class: kind.replace(/bare|late|id|mono/g, "").trim() }, name);
@@ -519,7 +519,7 @@
     const body = byId("decisions-body");
     state.decisions.forEach((decision, at) => {
       if (body.children.length <= at) {
-        body.append(make("tr", { role: "row" }, ...DECISION_COLUMNS.map(([name, kind]) => make("td", { role: "cell", class: kind, "data-label": name }))));
+        body.append(make("tr", { role: "row" }, ...DECISION_COLUMNS.map(([name, kind, , short]) => make("td", { role: "cell", class: kind, "data-label": short ?? name }))));
       }
       const share = decision.prompt_tokens > 0 ? ` (${percent(Math.min(decision.matched_tokens / decision.prompt_tokens, 1))})` : "";
       const repeat = decision.attempt > 1 ? `, try ${decision.attempt}` : "";

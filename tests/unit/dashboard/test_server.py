@@ -18,15 +18,15 @@ from tests.unit.dashboard.test_live import Told
 
 
 @asynccontextmanager
-async def served(fleet: Told) -> AsyncIterator[aiohttp.ClientSession]:
+async def served(fleet: Told) -> AsyncIterator[str]:
+    """The address of a server with nothing but the dashboard."""
     app = web.Application()
     add_routes(app, fleet.live)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
-            yield session
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -37,7 +37,7 @@ def digest(text: str) -> str:
 
 @pytest.mark.asyncio
 async def test_the_page_allows_its_own_script_and_style_and_nothing_else() -> None:
-    async with served(Told("a")) as session, session.get("/") as response:
+    async with served(Told("a")) as url, aiohttp.ClientSession(url) as session, session.get("/") as response:
         text = await response.text()
         assert response.status == 200
         assert response.content_type == "text/html"
@@ -77,7 +77,7 @@ def test_a_page_that_cannot_be_put_together_stops_the_start(html: str, style: st
 async def test_figures_are_json_that_nobody_stores() -> None:
     fleet = Told("a")
     fleet.clock.advance(1)
-    async with served(fleet) as session:
+    async with served(fleet) as url, aiohttp.ClientSession(url) as session:
         async with session.get("/dashboard/data") as response:
             told = await response.json()
             assert told["sample"] == 1
@@ -108,5 +108,9 @@ async def test_figures_are_json_that_nobody_stores() -> None:
 )
 @pytest.mark.asyncio
 async def test_a_question_that_makes_no_sense_is_a_400(query: str) -> None:
-    async with served(Told("a")) as session, session.get(f"/dashboard/data?{query}") as response:
+    async with (
+        served(Told("a")) as url,
+        aiohttp.ClientSession(url) as session,
+        session.get(f"/dashboard/data?{query}") as response,
+    ):
         assert response.status == 400
