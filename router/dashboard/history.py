@@ -10,7 +10,6 @@ with their objects) for each of at most TRACKED backends.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -96,7 +95,9 @@ class Ring:
 
     def sum(self, name: str, rows: int) -> float:
         """Of the newest `rows` values that are numbers."""
-        return math.fsum(value for value in self.last(name, rows) if value == value)
+        values = self.last(name, rows)
+        total = sum(values)
+        return total if total == total else sum(value for value in values if value == value)
 
     def memory_bytes(self) -> int:
         return sum(len(column) * column.itemsize for column in self._columns)

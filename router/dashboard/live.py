@@ -35,6 +35,7 @@ from router.proxy.decisions import Decision
 DECISIONS_SHOWN: Final = 50
 SPARKS_LIMIT: Final = 64  # backends whose load over time one question may ask for
 MODELS_SHOWN: Final = 8
+WINDOWS_AT_ONCE: Final = 128  # backends whose figures of the last minute are made anew at one look
 TEXT_LIMIT_CHARS: Final = 200
 ID_LIMIT_CHARS: Final = 64
 
@@ -74,8 +75,7 @@ class Live:
         self._boot = secrets.token_hex(8)
         self._looked_at = -1  # the sample of what is below
         self._rows: dict[int, tuple[int, dict[str, Any]]] = {}  # number -> (sample of its last change, row)
-        self._windows: dict[int, dict[str, float | None]] = {}
-        self._windows_step = -1
+        self._windows: dict[int, tuple[int, dict[str, float | None]]] = {}  # number -> (step, figures)
         self._order: list[int] = []
         self._order_changed_at = 0
         self._summary: dict[str, Any] = {}
@@ -117,9 +117,7 @@ class Live:
         if self._looked_at == recorder.samples:
             return
         self._looked_at = recorder.samples
-        if self._windows_step != recorder.steps:
-            self._windows_step = recorder.steps
-            self._windows = {h.number: _window(h) for h in recorder.followed.values()}
+        self._renew_windows()
         rows = {}
         for history in recorder.followed.values():
             row = self._row(history)
@@ -133,9 +131,23 @@ class Live:
         self._summary = self._summarize()
         self._number_decisions()
 
+    def _renew_windows(self) -> None:
+        """Of those whose step ended: in a large fleet some at each look, so that none holds the loop for long."""
+        followed, steps = self._recorder.followed, self._recorder.steps
+        before, self._windows = self._windows, {}
+        left = max(WINDOWS_AT_ONCE, len(followed) // (STEP_S - 1))
+        for history in followed.values():
+            known = before.get(history.number)
+            if left and (known is None or known[0] != steps):
+                left -= 1
+                known = (steps, _window(history))
+            if known is not None:
+                self._windows[history.number] = known
+
     def _row(self, history: BackendHistory) -> dict[str, Any]:
         backend = history.backend
         report = backend.report
+        windows = self._windows.get(history.number)
         told = history.told(self._recorder.samples, self._recorder.stale_after)
         return {
             "id": history.number,
@@ -153,7 +165,7 @@ class Live:
             "running": report.running if told else None,
             "waiting": report.waiting if told else None,
             "kv_usage": _rounded(report.kv_usage) if told else None,
-            **self._windows.get(history.number, _NOTHING_YET),
+            **(windows[1] if windows is not None else _NOTHING_YET),
         }
 
     def _summarize(self) -> dict[str, Any]:

@@ -289,3 +289,17 @@ def test_no_more_histories_than_the_limit_at_once(count: int) -> None:
     fleet.clock.advance(1)
     told = fleet.ask(boot=fleet.ask()["boot"], sparks=tuple(range(1, count + 1)))
     assert len(told.get("sparks", {})) == min(count, SPARKS_LIMIT)
+
+
+def test_in_a_large_fleet_the_figures_of_the_last_minute_come_within_a_step() -> None:
+    fleet = Told(*(f"b{at}" for at in range(1000)))
+    for backend in fleet.backends:
+        fleet.metrics.by_backend[backend.name].attempts = 10
+    fleet.clock.advance(STEP_S)
+    told = fleet.ask()
+    seen = {row["id"]: row["attempts_per_s"] for row in told["backends"]}
+    assert 0 < sum(value is not None for value in seen.values()) < 1000  # not all at once
+    for _ in range(STEP_S - 1):
+        told = fleet.later(1, told)
+        seen |= {row["id"]: row["attempts_per_s"] for row in told.get("backends", [])}
+    assert set(seen.values()) == {2.0}
