@@ -235,6 +235,7 @@ class Gateway:
         self._downstream_limits = _downstream_limits(new)
         self.health.configure(new.health)
         self.ejector.configure(new.health)
+        self.recorder.poll_every(new.health.interval_s)
         if new.routing.strategy != old.routing.strategy:
             self._change_strategy(new)
         if new.log != old.log:

@@ -286,7 +286,7 @@ class Recorder:
         self._registry = registry
         self._metrics = metrics
         self._queued = queued
-        self.stale_after = round(max(STALE_AFTER_S, 3 * poll_interval_s) / SAMPLE_S)  # samples
+        self.poll_every(poll_interval_s)
         self._timer: TimerHandle | None = None
         self._next_at = 0.0
         self._numbers = 0
@@ -297,6 +297,10 @@ class Recorder:
         self.totals = Ring(TOTAL_COLUMNS, KEPT_S, "d")
         self.ttft = RecentHistogram(metrics.ttft)
         self.queue_time = RecentHistogram(metrics.queue_time)
+
+    def poll_every(self, interval_s: float) -> None:
+        """How often engines are asked from now on, by which their silence is judged."""
+        self.stale_after = round(max(STALE_AFTER_S, 3 * interval_s) / SAMPLE_S)  # samples
 
     @property
     def samples(self) -> int:

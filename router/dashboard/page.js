@@ -457,6 +457,7 @@
     };
     for (const plot of Object.values(detailPlots)) plot.show({});
     byId("detail-facts").replaceChildren();
+    say(byId("change-told"), "");
     show();
     byId("detail-title").focus();
     ask();
@@ -474,6 +475,8 @@
     const row = state.backends.get(view.selected);
     if (!row) return;
     say(byId("detail-title"), `${row.name}: ${stateOf(row).word}`);
+    say(byId("drain"), row.draining ? "Put back" : "Drain");
+    byId("drain").hidden = row.deleted;
     const { detail } = state;
     if (!detail || detail.id !== row.id) return;
     const series = detail.series;
@@ -499,6 +502,38 @@
       say(list.children[2 * at], name);
       say(list.children[2 * at + 1], text);
     });
+  }
+
+  // ---- drain and undrain: the admin port says who may
+
+  async function changeDraining() {
+    const row = held.backends.get(view.selected);
+    if (!row) return;
+    const token = byId("token").value; // kept nowhere but in its field
+    const what = row.draining ? "undrain" : "drain";
+    byId("drain").disabled = true;
+    let text = "";
+    try {
+      const answer = await fetch(`backends/${encodeURIComponent(row.name)}/${what}`, {
+        method: "POST", cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS),
+        headers: token ? { authorization: `Bearer ${token}` } : {},
+      });
+      if (answer.status === 401) {
+        byId("token-label").hidden = false;
+        text = token ? "The gateway knows another token." : "This needs the admin token.";
+        byId("token").focus();
+      } else if (!answer.ok) {
+        const told = await answer.json().catch(() => null);
+        text = told?.error?.message ?? `The gateway answered ${answer.status}.`;
+      } else {
+        text = what === "drain" ? "It gets no new requests; those in flight end." : "It may get requests again.";
+      }
+    } catch {
+      text = "The gateway did not answer: nothing is known to have changed.";
+    }
+    say(byId("change-told"), text);
+    byId("drain").disabled = false;
+    ask();
   }
 
   // ---- decisions
@@ -629,6 +664,8 @@
   byId("page-on").addEventListener("click", turn(1));
   byId("filter").addEventListener("input", (event) => { view.filter = event.target.value.trim(); view.page = 0; show(); });
   byId("only-out").addEventListener("change", (event) => { view.onlyOut = event.target.checked; view.page = 0; show(); });
+  byId("drain").addEventListener("click", changeDraining);
+  byId("token").addEventListener("keydown", (event) => { if (event.key === "Enter") changeDraining(); });
   byId("detail-close").addEventListener("click", () => closeDetail(true));
   byId("detail").addEventListener("keydown", (event) => { if (event.key === "Escape") closeDetail(true); });
   ask();

@@ -9,6 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 
 from router.backends.backend import State
 from router.backends.in_flight import InFlight
@@ -392,6 +393,53 @@ async def test_names_reasons_and_request_ids_of_any_kind_are_text(devtools: str)
         await assert_inert(page)
 
     await shown(devtools, fleet, look)
+
+
+async def test_a_backend_is_drained_and_put_back_with_the_token_that_the_admin_port_asks_for(devtools: str) -> None:
+    fleet = Told("a")
+    odd = fleet.registry.add("odd/name", "http://b", models=["m"])
+    fleet.registry.set_state(odd, State.UP, "")
+    fleet.clock.advance(1)
+    asked = []
+
+    async def change(request: web.Request) -> web.Response:
+        asked.append((request.match_info["name"], request.match_info["what"], request.headers.get("authorization")))
+        if request.headers.get("authorization") != "Bearer sesame":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        try:
+            {"drain": fleet.registry.drain, "undrain": fleet.registry.undrain}[request.match_info["what"]]("odd/name")
+        except ValueError:
+            return web.json_response({"error": {"message": "it is being <b>removed</b>"}}, status=409)
+        fleet.clock.advance(1)
+        return web.json_response({})
+
+    told = "document.querySelector('#change-told').innerText"
+    press = "document.querySelector('#drain').click()"
+    async with served(fleet, web.post("/backends/{name}/{what}", change)) as url, opened(devtools, url) as page:
+        await page.until(f"{ROWS}.length === 2")
+        await page.run(f"{ROWS}[1].querySelector('button').click()")
+        assert await page.run("document.querySelector('#token-label').hidden") is True
+        await page.run(press)
+        await page.until(f"{told} === 'This needs the admin token.'")
+        await page.run("document.querySelector('#token').value = 'wrong'")
+        await page.run(press)
+        await page.until(f"{told} === 'The gateway knows another token.'")
+        await page.run("document.querySelector('#token').value = 'sesame'")
+        await page.run(press)
+        await page.until("document.querySelector('#drain').innerText === 'Put back'")
+        assert "▽ draining" in await page.run(f"{ROWS}[0].innerText")
+        assert await page.text("#verdict-line") == "✓ Serving with 1 of 2 backends, 1 draining"
+        await page.run(press)
+        await page.until("document.querySelector('#drain').innerText === 'Drain'")
+        guard = InFlight(odd)
+        fleet.registry.remove("odd/name")
+        asked.clear()
+        await page.run(press)  # the page does not know yet
+        await page.until(f"{told} !== 'It may get requests again.'")
+        assert {(name, token) for name, _, token in asked} == {("odd/name", "Bearer sesame")}
+        guard.release()
+        refused = [text for text in page.complaints if "401" not in text and "409" not in text]
+        assert refused == []
 
 
 async def test_why_nothing_is_served_is_said_first(devtools: str) -> None:

@@ -189,6 +189,8 @@ def test_seldom_asked_engines_are_not_stale_between_two_answers() -> None:
     fleet = Fleet("a")
     slow = Recorder(fleet.clock, fleet.registry, fleet.metrics, lambda: 0, poll_interval_s=60)
     assert slow.stale_after == 180
+    slow.poll_every(2)  # as after a reload
+    assert slow.stale_after == history.STALE_AFTER_S
 
 
 def test_the_engines_own_counters_count_from_their_first_report_and_over_a_restart() -> None:

@@ -18,10 +18,11 @@ from tests.unit.dashboard.test_live import Told
 
 
 @asynccontextmanager
-async def served(fleet: Told) -> AsyncIterator[str]:
-    """The address of a server with nothing but the dashboard."""
+async def served(fleet: Told, *more: web.RouteDef) -> AsyncIterator[str]:
+    """The address of a server with nothing but the dashboard, and what is given."""
     app = web.Application()
     add_routes(app, fleet.live)
+    app.add_routes(more)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
