@@ -297,7 +297,7 @@ def _decision(number: int, decision: Decision) -> dict[str, Any]:
     return {
         "number": number,
         "at": round(decision.at, 3),
-        "request_id": decision.request_id[:ID_LIMIT_CHARS].decode("latin-1"),
+        "request_id": _cut(decision.request_id[:ID_LIMIT_CHARS].decode("latin-1")),
         "attempt": decision.attempt,
         "model": _cut(decision.model),
         "backend": _cut(decision.backend),
@@ -310,10 +310,11 @@ def _decision(number: int, decision: Decision) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """Short, and something that JSON can hold: a lone surrogate is legal in an engine's JSON and not in UTF-8."""
+    """Short and printable: a lone surrogate is legal in an engine's JSON and not in ours, and marks that turn the
+    direction of writing would make a line say something else."""
     if len(text) > TEXT_LIMIT_CHARS:
         text = text[: TEXT_LIMIT_CHARS - 1] + "…"
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return text if text.isprintable() else "".join([char if char.isprintable() else "\ufffd" for char in text])
 
 
 def _rounded(value: float | None) -> float | None:

@@ -173,18 +173,23 @@ def test_names_of_any_kind_and_length_are_text() -> None:
     fleet = Told()
     backend = fleet.registry.add('<img src=x onerror="alert(1)">', "http://a", models=())
     fleet.registry.set_state(backend, State.DOWN, "w" * 1000)
-    backend.models = {"\ud800<script>": {}, "m" * 1000: {}, **{f"lora-{at}": {} for at in range(100)}}
+    backend.models = {
+        "\ud800<script>": {},
+        "\u202etxt\n": {},
+        "m" * 1000: {},
+        **{f"lora-{at}": {} for at in range(100)},
+    }
     fleet.clock.advance(1)
     told = fleet.ask()
     (row,) = told["backends"]
     assert row["name"] == '<img src=x onerror="alert(1)">'
     assert len(row["why"]) == TEXT_LIMIT_CHARS
-    assert row["models"][0] == "?<script>"
-    assert [len(model) for model in row["models"][1:2]] == [TEXT_LIMIT_CHARS]
+    assert row["models"][:2] == ["\ufffd<script>", "\ufffdtxt\ufffd"]
+    assert len(row["models"][2]) == TEXT_LIMIT_CHARS
     assert len(row["models"]) == MODELS_SHOWN
-    assert row["models_count"] == 102
+    assert row["models_count"] == 103
     assert len(told["summary"]["models_without_backend"]) == MODELS_SHOWN
-    assert told["summary"]["models_without_backend_count"] == 102
+    assert told["summary"]["models_without_backend_count"] == 103
 
 
 def test_a_model_is_without_backend_while_none_that_lists_it_serves() -> None:
