@@ -1364,6 +1364,39 @@ def test_one_access_line_tells_who_ended_it_where_and_holds_no_client_text() -> 
     world.rest()
 
 
+def test_each_backend_has_its_own_attempts_failures_and_times_to_first_token() -> None:
+    world = world_of(whole(500), whole(), whole(200))
+    world.engines["e0"].alive = False
+    for _ in range(3):
+        assert only_answer(ask(world)).status == 200
+    counts = world.metrics.by_backend
+    assert {name: (count.attempts, count.failed, count.ttft_count) for name, count in counts.items()} == {
+        "e0": (1, 1, 0),  # repeated elsewhere: the client saw nothing of it
+        "e1": (2, 0, 2),
+        "e2": (1, 0, 1),
+    }
+    assert sum(count.ttft_sum_s for count in counts.values()) == world.metrics.ttft.sum
+    assert world.metrics.codes == {200: 3}
+    world.metrics.forget_backend("e0")
+    assert "e0" not in counts
+    world.rest()
+
+
+def test_a_stream_that_breaks_is_its_backends_failure_and_a_client_that_leaves_is_not() -> None:
+    world = world_of(reset_after(response_head(200, SSE, CHUNKED) + chunked([EVENT], last=False)))
+    ask(world)
+    (broken,) = world.metrics.by_backend.values()
+    assert (broken.attempts, broken.failed, broken.ttft_count) == (1, 1, 1)
+    world = world_of(silent)
+    client = ask(world)
+    client.abort()
+    world.run(1.0)
+    (left,) = world.metrics.by_backend.values()
+    assert (left.attempts, left.failed, left.ttft_count) == (1, 0, 0)
+    assert world.metrics.codes == {499: 1}
+    world.rest()
+
+
 def test_the_access_line_of_a_client_that_left_names_the_backend_that_it_waited_for() -> None:
     world = world_of(silent)
     client = ask(world, seconds=0.1)
