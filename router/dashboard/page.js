@@ -460,7 +460,7 @@
     say(byId("change-told"), "");
     show();
     byId("detail-title").focus();
-    ask();
+    setPaused(false); // its history has to be asked for
   }
   function closeDetail(refocus) {
     const button = drawn.get(view.selected)?.name;
@@ -617,15 +617,17 @@
       const answer = await fetch(`dashboard/data?${query}`, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
       if (!answer.ok) throw new Error(`it answered ${answer.status}`);
       const told = await answer.json();
+      if (view.paused) return; // asked before the pause: nothing moves any more
       if (told.detail !== undefined && selected !== view.selected) delete told.detail;
       take(told);
       if (told.sparks) held.sparksFor = sparksFor;
       reached();
       show();
     } catch (error) {
-      lost(error);
+      if (!view.paused) lost(error);
+    } finally {
+      asking = false;
     }
-    asking = false;
     if (view.paused || document.hidden) return;
     timer = setTimeout(ask, again ? 0 : lostSince ? RETRY_MS : POLL_MS);
   }
@@ -638,7 +640,7 @@
     lostSince = null;
     byId("banner").hidden = true;
     byId("figures").classList.remove("stale");
-    link(view.paused ? "❙❙" : "●", view.paused ? "paused" : "live");
+    link("●", "live");
   }
   function lost(error) {
     lostSince ??= new Date();
@@ -653,11 +655,12 @@
     link("✕", "no answer");
   }
 
-  byId("pause").addEventListener("click", () => {
-    view.paused = !view.paused;
-    mark(byId("pause"), "aria-pressed", String(view.paused));
-    if (view.paused) { clearTimeout(timer); link("❙❙", "paused"); } else { ask(); }
-  });
+  function setPaused(paused) {
+    view.paused = paused;
+    mark(byId("pause"), "aria-pressed", String(paused));
+    if (paused) { clearTimeout(timer); link("❙❙", "paused"); } else { ask(); }
+  }
+  byId("pause").addEventListener("click", () => setPaused(!view.paused));
   document.addEventListener("visibilitychange", () => { if (!document.hidden && !view.paused) ask(); });
   const turn = (by) => () => { view.page = Math.max(0, view.page + by); show(); ask(); };
   byId("page-back").addEventListener("click", turn(-1));

@@ -230,7 +230,7 @@ async def test_figures_that_change_move_nothing(devtools: str, gateway: GatewayP
         )
         tops = "[...document.querySelectorAll('section, figure, .tile')].map((box) => box.getBoundingClientRect().top)"
         before = await page.run(tops)
-        for at in range(5):
+        for at in range(3):
             request_id = await asyncio.to_thread(chat, gateway, f"moves {at}" * 200)
             await page.until(f"document.querySelector('#decisions-body').innerText.includes('{request_id}')")
         assert await page.run(tops) == before
