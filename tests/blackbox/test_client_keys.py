@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.client_fleet import MODEL, ClientFleet, client_fleet
 
-pytestmark = pytest.mark.skipif(find_spec("router.proxy.api_keys") is None, reason="this gateway asks for no keys yet")
 
 SAY: Any = [{"role": "user", "content": "say something"}]
 PLAIN, HASHED = "sk-plain-0123456789", "sk-hashed-0123456789"

@@ -30,6 +30,10 @@ class SteadyLoad:
     def start(self) -> None:
         self._thread.start()
 
+    def move_to(self, url: str) -> None:
+        """Later requests go there."""
+        self._url = url
+
     def wait_more(self, count: int) -> None:
         """Until so many further requests have ended."""
         with self._changed:
