@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import ipaddress
 import json
 import os
@@ -897,6 +898,17 @@ def _secret(variable: str | None, path: str, environ: Mapping[str, str], faults:
     return secret
 
 
+def _can_export_spans() -> bool:
+    """Whether the extra is installed; nothing of it is loaded for that but empty packages."""
+    try:
+        return (
+            importlib.util.find_spec("opentelemetry.sdk.trace") is not None
+            and importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        )
+    except ModuleNotFoundError:
+        return False
+
+
 def _contradictions(config: Config) -> Iterator[Fault]:
     """Values that are right alone and wrong together."""
     health, server, admin = config.health, config.server, config.admin
@@ -911,6 +923,10 @@ def _contradictions(config: Config) -> Iterator[Fault]:
     for alias, model in config.models.aliases.items():
         if model in config.models.aliases:
             yield Fault(_join("models.aliases", alias), _shown(model), "a model of the fleet, not another alias")
+    if config.tracing.otlp_endpoint is not None and not _can_export_spans():
+        yield Fault(
+            "tracing.otlp_endpoint", _shown(config.tracing.otlp_endpoint), "kvgate[otel] installed, which it needs"
+        )
     if health.ejection_max_s < health.ejection_s:
         yield Fault(
             "health.ejection_max_s", _shown(health.ejection_max_s), f"at least health.ejection_s, {health.ejection_s}"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from typing import Final
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SERIES_LIMIT: Final = 20_000  # of requests_total: 512 backends with 8 codes each of 5 models come to as many
 
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
@@ -60,19 +63,35 @@ class Metrics:
         self.matched_predicted: defaultdict[str, int] = defaultdict(int)
         self.matched_reported: defaultdict[str, int] = defaultdict(int)
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self.kv_events: defaultdict[tuple[str, str], int] = defaultdict(int)  # by backend and type
+        self.kv_event_gaps = 0
         self.reloads: dict[str, int] = {"ok": 0, "failed": 0}
         self.broken_exchanges = 0
         self.access_lines_dropped = 0
+        self.spans_dropped = 0
         self.ttft = Histogram(_WAIT_BUCKETS)
         self.itl = Histogram(_TOKEN_BUCKETS)
         self.e2e = Histogram(_WAIT_BUCKETS)
         self.queue_time = Histogram(_WAIT_BUCKETS)
         self.overhead = Histogram(_OVERHEAD_BUCKETS)
 
+    def count_request(self, model: str, backend: str, code: int) -> None:
+        """One more request answered. Models and codes are the engines' words, and some engines load adapters at a
+        client's call: beyond SERIES_LIMIT they no longer make a series each, but are counted without their model, and
+        with the class of their code (200 for 2xx) where that is new too."""
+        key = (model, backend, code)
+        if len(self.requests) >= SERIES_LIMIT and key not in self.requests:
+            key = ("", backend, code)
+            if key not in self.requests:
+                key = ("", backend, code // 100 * 100)
+        self.requests[key] += 1
+
     def forget_backend(self, name: str) -> None:
         """A removed backend's series end, so that names that come and go do not pile up."""
         for key in [key for key in self.requests if key[1] == name]:
             del self.requests[key]
         self.by_backend.pop(name, None)
+        for event in [event for event in self.kv_events if event[0] == name]:
+            del self.kv_events[event]
         for by_backend in (self.matched_predicted, self.matched_reported, self.prompt_tokens):
             by_backend.pop(name, None)

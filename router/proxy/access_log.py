@@ -51,29 +51,39 @@ class AccessLine:
 
 
 class AccessLog:
-    """`json_lines`: JSON, else name=value. `close()` writes what is left."""
+    """`json_lines`: JSON, else name=value; may be changed at any time. `close()` writes what is left."""
 
     def __init__(self, metrics: Metrics, clock: Clock, fd: int, json_lines: bool) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._json_lines = json_lines
+        self.json_lines = json_lines
+        self._lost_lines = 0  # counted already
         self._batch: list[bytes] = []
         self._writer = _Writer(fd)
 
     def write(self, line: AccessLine) -> None:
         now = time.time()
+        self.append(_json_line(now, line) if self.json_lines else _text_line(now, line))
+
+    def append(self, line: bytes) -> None:
+        """A line of another kind, whole with its end, in its place among the others."""
         batch = self._batch
         if not batch:
             self._clock.call_later(BATCH_S, self._flush)
-        batch.append(_json_line(now, line) if self._json_lines else _text_line(now, line))
+        batch.append(line)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self._flush()
         self._writer.close(timeout_s)
-        self._metrics.access_lines_dropped += self._writer.lost_lines
-        self._writer.lost_lines = 0
+        self._count_lost()
+
+    def _count_lost(self) -> None:
+        lost = self._writer.lost_lines
+        self._metrics.access_lines_dropped += lost - self._lost_lines
+        self._lost_lines = lost
 
     def _flush(self) -> None:
+        self._count_lost()
         batch, self._batch = self._batch, []
         if batch and not self._writer.take(b"".join(batch), len(batch)):
             self._metrics.access_lines_dropped += len(batch)
@@ -87,7 +97,7 @@ class _Writer:
         self._queue: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
         self._taken_bytes = 0  # by the loop, ever
         self._written_bytes = 0  # by the thread, ever
-        self.lost_lines = 0  # nobody read them; written by the thread
+        self.lost_lines = 0  # nobody read them, ever; written by the thread
         self._runner = Thread(target=self._run, name="access-log", daemon=True)
         self._runner.start()
 
@@ -121,7 +131,7 @@ def _text_line(at: float, line: AccessLine) -> bytes:
     served = ttft = key = b""
     if line.backend:
         served = b" model=%b backend=%b reason=%b matched=%d" % (
-            _plain(line.model.encode()),  # the engine's word
+            plain(line.model.encode()),  # the engine's word
             line.backend.encode(),
             line.reason.encode(),
             line.matched or 0,
@@ -138,10 +148,10 @@ def _text_line(at: float, line: AccessLine) -> bytes:
             b" queue_s=%d.%04d total_s=%d.%04d bytes=%d%b id=%b\n"
         )
         % (
-            _timestamp(int(at)),
+            timestamp(int(at)),
             line.client,  # an address
             line.method,  # one that llhttp knows
-            _plain(line.path[:PATH_LIMIT]),
+            plain(line.path[:PATH_LIMIT]),
             line.status,
             line.ended.encode(),
             served,
@@ -154,13 +164,13 @@ def _text_line(at: float, line: AccessLine) -> bytes:
             total % 10_000,
             line.bytes_out,
             key,
-            _plain(line.id[:ID_LIMIT]),
+            plain(line.id[:ID_LIMIT]),
         )
     )
 
 
 @lru_cache(maxsize=4)
-def _timestamp(second: int) -> bytes:
+def timestamp(second: int) -> bytes:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(second)).encode()
 
 
@@ -169,12 +179,12 @@ def _json_line(at: float, line: AccessLine) -> bytes:
     for field in fields(line):
         value = getattr(line, field.name)
         if isinstance(value, bytes):
-            value = _plain(value[: PATH_LIMIT if field.name == "path" else ID_LIMIT]).decode()
+            value = plain(value[: PATH_LIMIT if field.name == "path" else ID_LIMIT]).decode()
         if value is not None and value != "":
             told[field.name] = value
     return orjson.dumps(told) + b"\n"
 
 
-def _plain(value: bytes) -> bytes:
+def plain(value: bytes) -> bytes:
     """Printable ASCII without white space, so that no client breaks a line or adds a field."""
     return value if _PLAIN.fullmatch(value) else _ODD.sub(b"?", value)

@@ -31,6 +31,7 @@ from router.errors import (
     upstream_error,
     upstream_timeout,
 )
+from router.metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
 from router.net.downstream import Downstream
 from router.net.upstream import Upstream
 from router.proxy.access_log import AccessLine
@@ -38,10 +39,11 @@ from router.proxy.api_keys import Caller, needs_key
 from router.proxy.attempt import Attempt, HeldAnswer, LastFailure, StreamPeek
 from router.proxy.candidates import fit_candidates, worth_waiting
 from router.proxy.intake import ModelsAwaited, describe_outage, outage_retry_s, read_routing
-from router.proxy.local_answers import JSON_TYPE, LocalAnswer, local_answer
+from router.proxy.local_answers import JSON_TYPE, SCRAPE, LocalAnswer, local_answer
 from router.proxy.phases import MOVES, EndedBy, Phase
 from router.proxy.retry import may_repeat
 from router.proxy.services import Services
+from router.proxy.trace import Trace
 from router.strategies.strategy import Choice, End, Outcome, Reason, RoutingRequest
 from router.wire.http_head import (
     RequestHead,
@@ -56,6 +58,7 @@ from router.wire.usage import read_usage
 
 logger = logging.getLogger(__name__)
 
+METRICS_TYPE: Final = METRICS_CONTENT_TYPE.encode()
 BUSY_STATUSES: Final = frozenset(
     (429, 503)
 )  # the engine's own limits: no sign of illness, but another one may have room
@@ -115,6 +118,7 @@ class Exchange:
         "_status",
         "_stranger",
         "_stream",
+        "_trace",
         "_tried",
         "_tunnel",
         "_upstream_body",
@@ -161,6 +165,7 @@ class Exchange:
         self._queued_s = 0.0
         self._first_byte_at: float | None = None
         self._last_byte_at = 0.0
+        self._trace: Trace | None = services.tracer.begin(head) if services.tracer is not None else None
         services.exchanges.add(self)
         if head is not None:
             self._enter(READ_BODY)
@@ -182,7 +187,10 @@ class Exchange:
         try:
             answer = local_answer(head.method, head.path, s)
             if answer is not None:
-                self._answer_locally(answer)
+                if answer is SCRAPE:
+                    s.scrape(self._on_scraped)
+                else:
+                    self._answer_locally(answer)
                 return
             self._kind = path_kind(head.method, head.path)
             self._route()
@@ -266,6 +274,8 @@ class Exchange:
         self._choice = choice
         self._load = backend.in_flight
         attempt = self._attempt = Attempt(choice, InFlight(backend), s.strategy)
+        if self._trace is not None:
+            self._trace.begin_attempt(choice, now)
         if backend.state is TRIAL:
             attempt.trial = backend.trial_open = True
         s.admission.taken(now)
@@ -326,6 +336,7 @@ class Exchange:
             peer=self._downstream.peer,
             default_host=b"%b:%d" % (backend.host.encode(), backend.port),
             api_key=backend.api_key.encode() if backend.api_key is not None else None,
+            traceparent=self._trace.traceparent() if self._trace is not None else None,
         )
         self._downstream.set_deadline(s.settings.first_byte_s)
         upstream.send(self, raw, body, to_head=head.method == b"HEAD")
@@ -606,6 +617,8 @@ class Exchange:
         s = self._s
         attempt = self._attempt
         assert attempt is not None
+        if self._trace is not None:
+            self._trace.failure = reason
         repeat = self._repeatable(sent=attempt.sent) and (paid or not attempt.sent or s.budget.spend())
         self._failure = LastFailure(error, answer or (self._failure.answer if self._failure is not None else None))
         self._tried.append(attempt.choice.backend)
@@ -690,6 +703,17 @@ class Exchange:
         self._write_own(answer.status, answer.body, answer.content_type, extra)
         self._enter(DONE)
         self._finish(BY_GATEWAY)
+
+    def _on_scraped(self, text: bytes | None) -> None:
+        if self not in self._s.exchanges:
+            return  # ended while the metrics were rendered
+        try:
+            if text is None:
+                self._answer_error(RouterError(500, "internal_error", "The metrics could not be rendered."))
+            else:
+                self._answer_locally(LocalAnswer(200, METRICS_TYPE, text))
+        except Exception:
+            self.on_broken()
 
     def _answer_error(self, error: RouterError) -> None:
         """An error of ours, whole. Only before the first byte of an answer."""
@@ -792,6 +816,11 @@ class Exchange:
             counts.prompt_tokens[name] += attempt.choice.prompt_tokens if prompt_tokens is None else prompt_tokens
             if cached_tokens is not None:
                 counts.matched_reported[name] += cached_tokens
+        now = s.now()
+        if self._trace is not None:
+            self._trace.end_attempt(
+                end, now, self._first_byte_at, attempt.status, prompt_tokens, cached_tokens, completion_tokens
+            )
         try:
             attempt.strategy.observe(
                 attempt.choice,
@@ -812,35 +841,37 @@ class Exchange:
         total_s = s.now() - self._started_at
         code = self._status or 499
         answered_by = self._served_by.backend.name if self._served_by is not None else ""
-        s.metrics.requests[self.pool.model, answered_by, code] += 1
+        s.metrics.count_request(self.pool.model, answered_by, code)
         s.metrics.codes[code] += 1
         s.metrics.ended[ended_by, phase] += 1
         if self._first_byte_at is not None:
             s.metrics.e2e.observe(total_s)
         head = self._head
         choice = self._served_by or self._choice
-        if s.access_log is not None:
-            s.access_log.write(
-                AccessLine(
-                    self._downstream.peer,
-                    head.method if head is not None else b"-",
-                    head.path if head is not None else b"-",
-                    code,
-                    ended_by + "@" + phase,
-                    self.pool.model,
-                    choice.backend.name if choice is not None else "",
-                    choice.reason if choice is not None else "",
-                    choice.matched_tokens if choice is not None else None,
-                    self._load,
-                    self._attempts,
-                    self._queued_s,
-                    self._first_byte_at - self._started_at if self._first_byte_at is not None else None,
-                    total_s,
-                    self._bytes_out,
-                    self._request_id,
-                    self._caller.name if self._caller is not None else "",
-                )
+        if s.access_log is not None or self._trace is not None:
+            line = AccessLine(
+                self._downstream.peer,
+                head.method if head is not None else b"-",
+                head.path if head is not None else b"-",
+                code,
+                ended_by + "@" + phase,
+                self.pool.model,
+                choice.backend.name if choice is not None else "",
+                choice.reason if choice is not None else "",
+                choice.matched_tokens if choice is not None else None,
+                self._load,
+                self._attempts,
+                self._queued_s,
+                self._first_byte_at - self._started_at if self._first_byte_at is not None else None,
+                total_s,
+                self._bytes_out,
+                self._request_id,
+                self._caller.name if self._caller is not None else "",
             )
+            if s.access_log is not None:
+                s.access_log.write(line)
+            if self._trace is not None and s.tracer is not None:
+                s.tracer.finish(self._trace, line, s.now())
         self._downstream.exchange_done(head is not None and head.keep_alive)
         if s.on_idle is not None and not s.exchanges:
             s.on_idle()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from router.errors import no_backend
-from router.metrics import CONTENT_TYPE as METRICS_TYPE
 from router.proxy.services import Services
 
 JSON_TYPE = b"application/json"
@@ -17,6 +16,9 @@ class LocalAnswer(NamedTuple):
     content_type: bytes
     body: bytes
     is_error: bool = False
+
+
+SCRAPE: Final = LocalAnswer(200, b"", b"")  # stands for the metrics, which are rendered beside other work
 
 
 def _ok() -> LocalAnswer:
@@ -44,7 +46,7 @@ def _models(services: Services) -> LocalAnswer:
 
 
 def _metrics(services: Services) -> LocalAnswer:
-    return LocalAnswer(200, METRICS_TYPE.encode(), services.render_metrics())
+    return SCRAPE
 
 
 def _version(services: Services) -> LocalAnswer:
@@ -63,7 +65,7 @@ _ANSWERS: dict[bytes, Callable[[Services], LocalAnswer]] = {
 
 
 def local_answer(method: bytes, path: bytes, services: Services) -> LocalAnswer | None:
-    """None: the request is for a backend. SageMaker also asks POST /ping."""
+    """None: the request is for a backend. SCRAPE: ask `services.scrape`. SageMaker also asks POST /ping."""
     answer = _ANSWERS.get(path)
     if answer is None or (method not in (b"GET", b"HEAD") and path != b"/ping"):
         return None

@@ -19,6 +19,7 @@ from router.proxy.admission import Admission
 from router.proxy.api_keys import ApiKeys
 from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
+from router.proxy.trace import Tracer
 from router.strategies.strategy import Need, Strategy
 
 if TYPE_CHECKING:
@@ -93,11 +94,12 @@ class Services:
     check_engine: Callable[[Backend, Callable[[bool], None]], Callable[[], object]]  # ask it now; returns what cancels
     metrics: Metrics
     access_log: AccessSink | None
-    render_metrics: Callable[[], bytes]
+    scrape: Callable[[Callable[[bytes | None], object]], object]  # tells the text of /metrics soon; None: it failed
     version_body: bytes
     # Ask it for its models now, likewise; None: nobody does, and the next look at them tells.
     ask_models: Callable[[Backend, Callable[[bool], None]], Callable[[], object]] | None = None
     api_keys: ApiKeys | None = None  # None: open
+    tracer: Tracer | None = None
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended

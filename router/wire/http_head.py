@@ -17,6 +17,7 @@ import httptools
 from native.body_framing import Framing
 from native.head_lines import HeadLines, drop_headers, find_header, sort_lines
 from router.errors import RouterError, bad_request
+from router.wire.trace_context import TraceParent
 
 # Seen before a head is whole, it can only end in a refusal: why wait for the rest?
 BARE_LF: Final = re.compile(rb"(?<!\r)\n")
@@ -28,6 +29,8 @@ _CHUNKED: Final = Framing.CHUNKED
 _UNTIL_CLOSE: Final = Framing.UNTIL_CLOSE
 _PLAIN_TEXT: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _HOST: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+")
+_TRACEPARENT_HEADER: Final = frozenset((b"traceparent",))
+_TRACE_HEADERS: Final = frozenset((b"traceparent", b"tracestate"))  # a new trace has no state of the old one
 _COMMON_OPTIONS: Final = frozenset(
     (b"close", b"keep-alive", b"upgrade", b"te")
 )  # name no line that is not dropped anyway
@@ -303,12 +306,16 @@ def render_request_head(
     peer: bytes,
     default_host: bytes,
     api_key: bytes | None,
+    traceparent: TraceParent | None = None,
 ) -> bytes:
     """The head for an engine. `body_bytes`: the body's length; `peer`: the client's address; `api_key`: takes the
-    place of the client's Authorization."""
+    place of the client's Authorization; `traceparent`: of the client's, which passes on untouched without it."""
     kept = head.kept
     if api_key is not None:
         kept = b"%bAuthorization: Bearer %b\r\n" % (drop_headers(kept, {b"authorization"}), api_key)
+    if traceparent is not None:
+        told = _TRACE_HEADERS if traceparent.new_trace else _TRACEPARENT_HEADER
+        kept = b"%btraceparent: %b\r\n" % (drop_headers(kept, told), traceparent.value)
     if head.upgrade is not None:
         kept += b"Connection: Upgrade\r\nUpgrade: %b\r\n" % head.upgrade
     if body_bytes or head.framing is not _NONE:

@@ -15,7 +15,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("strategies",),
     ("proxy",),
     ("control", "dashboard"),
-    ("admin",),
+    ("admin", "tracing"),
     ("app",),
     ("cli",),
     ("__main__",),

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from router.metrics_exporter import BackendFigures, Exporter, Snapshot
+from router.metrics_exporter import BackendFigures, Frozen, Snapshot, slices
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(kvgate_[a-z0-9_]+)` \| (counter|gauge|histogram) \| ([a-z, _]*)\|(.*)\|(.*)\|$", re.MULTILINE)
@@ -27,6 +27,7 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
     metrics.ended["client", "queued"] = 1
     metrics.decisions["prefixaware", "prefix"] = 1
     metrics.retries["busy"] = 1
+    metrics.kv_events["b", "stored"] = 1
     for by_backend in (metrics.matched_predicted, metrics.matched_reported, metrics.prompt_tokens):
         by_backend["b"] = 1
     figures = BackendFigures(
@@ -40,7 +41,8 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
         index_blocks=1,
         models=("m",),
     )
-    text = Exporter(metrics, lambda: Snapshot(backends=[figures]), "0", "cython").render().decode()
+    build = '{version="0",native="compiled",python="3"}'
+    text = b"".join(slices(Frozen(metrics), Snapshot(backends=[figures]), build)).decode()
     found: dict[str, tuple[str, frozenset[str]]] = {}
     for family in text_string_to_metric_families(text):
         if not family.name.startswith("kvgate_"):

@@ -302,7 +302,7 @@ class World:
             check_engine=self.check_engine,
             metrics=self.metrics,
             access_log=self,
-            render_metrics=lambda: b"metrics\n",
+            scrape=lambda tell: tell(b"metrics\n"),
             version_body=b'{"version":"0"}',
             ask_models=self.ask_models,
         )

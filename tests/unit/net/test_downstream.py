@@ -79,7 +79,7 @@ def test_a_client_that_half_closes_and_never_reads_is_cut_after_a_while() -> Non
 
 def test_one_who_does_not_read_its_answers_gets_no_further_ones_made() -> None:
     world = answering()
-    world.services.render_metrics = lambda: b"m" * 50_000
+    world.services.scrape = lambda tell: tell(b"m" * 50_000)
     client = world.client()
     assert client.transport is not None
     client.transport.pause_reading()
