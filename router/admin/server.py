@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -38,7 +38,7 @@ class AdminServer:
         services: Services,
         control: FleetControl,
         *,
-        render_metrics: Callable[[], bytes],
+        render_metrics: Callable[[], Awaitable[bytes]],
         metrics_content_type: str,
         hit_accounting: Callable[[Backend], Mapping[str, object]],
         version: Mapping[str, str],
@@ -115,7 +115,7 @@ class AdminServer:
         return json_answer({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._render_metrics(), headers={"content-type": self._metrics_content_type})
+        return web.Response(body=await self._render_metrics(), headers={"content-type": self._metrics_content_type})
 
     async def _tell_version(self, request: web.Request) -> web.Response:
         return json_answer(self._version)

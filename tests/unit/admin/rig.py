@@ -84,7 +84,7 @@ class Admin:
         )
         self.port = 0
 
-    def _render(self) -> bytes:
+    async def _render(self) -> bytes:
         if self.broken:
             raise RuntimeError("a bug with a secret in it")
         return self.metrics
