@@ -26,7 +26,7 @@ from router.backends.health import HealthMonitor, poll_session
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Reconfigured, Registry, StateChanged
 from router.build_info import request_path_compiled
 from router.clock import SystemClock
-from router.config import Config, ConfigError
+from router.config import Config, ConfigError, TracingConfig
 from router.control import Control
 from router.dashboard.history import Recorder
 from router.dashboard.live import Live
@@ -39,6 +39,7 @@ from router.net.upstream_pool import TcpConnector, UpstreamPool
 from router.proxy.access_log import AccessLog
 from router.proxy.admission import Admission
 from router.proxy.api_keys import ApiKeys
+from router.proxy.decisions import DecisionLines
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
@@ -47,6 +48,7 @@ from router.strategies.registry import build as build_strategy
 from router.strategies.strategy import Need
 from router.systemd import Notifier
 from router.tls import ClientContexts
+from router.tracing import OtlpTracer
 from router.wire.http_head import RequestHead
 
 logger = logging.getLogger("router")
@@ -90,8 +92,9 @@ class Gateway:
             self._on_restart,
             contexts=self._client_tls,
         )
+        self._lines = AccessLog(self.metrics, clock, sys.stdout.fileno(), json_lines=False)  # see _set_lines
         build = "compiled" if request_path_compiled() else "interpreted"
-        exporter = Exporter(self.metrics, self._snapshot, __version__, build)
+        self.exporter = Exporter(self.metrics, self._snapshot, __version__, build)
         self.services = Services(
             clock=clock,
             settings=_exchange_settings(config),
@@ -104,8 +107,9 @@ class Gateway:
             passive_health=self.ejector,
             check_engine=self._check_engine,
             metrics=self.metrics,
-            access_log=None,
-            render_metrics=exporter.render,
+            access_log=None,  # see _set_lines
+            scrape=self.exporter.scrape,
+            tracer=self._make_tracer(config.tracing),
             version_body=orjson.dumps({"version": __version__}),
             ask_models=self._ask_models,
             api_keys=_api_keys(config),
@@ -130,19 +134,18 @@ class Gateway:
             config.admin.port,
             self.services,
             self.control,
-            render_metrics=exporter.render,
+            render_metrics=self.exporter.text,
             metrics_content_type=CONTENT_TYPE,
             hit_accounting=self._hit_accounting,
             version={"version": __version__, "request_path": build, "python": platform.python_version()},
             add_routes=lambda app: add_dashboard(app, live),
         )
         self._downstream_limits = _downstream_limits(config)
-        self.access_log: AccessLog | None = None
-        self._open_access_log(config)
         self._told: dict[tuple[str, State], float] = {}  # when a backend's ejection and trial were last logged
         self.connections: set[Downstream] = set()
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
+        self._set_lines(config)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -213,8 +216,10 @@ class Gateway:
         await self.admin.stop()
         self.registry.close()
         await asyncio.sleep(0)
-        if self.access_log is not None:
-            self.access_log.close()
+        self.exporter.close()
+        self._lines.close()
+        if isinstance(self.services.tracer, OtlpTracer):
+            self.services.tracer.close()
 
     def _end_exchanges(self) -> None:
         self.services.admission.close()  # else each that ends would start the next
@@ -240,7 +245,7 @@ class Gateway:
             self._change_strategy(new)
         if new.log != old.log:
             set_up_logging(new)
-            self._open_access_log(new)
+        self._set_lines(new)
         self._client_tls.renew()
         if self._tls is not None and new.server.tls_cert is not None and new.server.tls_key is not None:
             try:
@@ -263,15 +268,35 @@ class Gateway:
             strategy.joined(backend)
         self.services.use_strategy(strategy)
 
-    def _open_access_log(self, config: Config) -> None:
-        old = self.access_log
-        self.access_log = None
-        if config.log.access:
-            json_lines = config.log.format == "json"
-            self.access_log = AccessLog(self.metrics, self.services.clock, sys.stdout.fileno(), json_lines)
-        self.services.access_log = self.access_log
-        if old is not None:
-            self._loop.run_in_executor(None, old.close)  # it waits for whoever reads its lines
+    def _set_lines(self, config: Config) -> None:
+        """Access and decision lines that are made from now on are as `[log]` says."""
+        services, log = self.services, config.log
+        production_stack = log.decisions == "production-stack"
+        self._lines.json_lines = log.format == "json"
+        services.access_log = self._lines if log.access else None
+        services.decisions.lines = None
+        if log.decisions != "off":
+            services.decisions.lines = DecisionLines(
+                self._lines.append,
+                config.routing.strategy,
+                json_lines=log.format == "json",
+                production_stack=production_stack,
+            )
+        services.need_session = production_stack or Need.SESSION_KEY in services.strategy.needs
+
+    def _make_tracer(self, tracing: TracingConfig) -> OtlpTracer | None:
+        if tracing.otlp_endpoint is None:
+            return None
+        return OtlpTracer(
+            self.metrics,
+            SystemClock(self._loop).now,
+            self._loop,
+            endpoint=tracing.otlp_endpoint,
+            headers=tracing.headers,
+            sample_ratio=tracing.sample_ratio,
+            service_name=tracing.service_name,
+            version=__version__,
+        )
 
     # -- what the parts tell each other -------------------------------------------------------------------------------
 
@@ -399,7 +424,7 @@ class Gateway:
                     kv_usage=b.report.kv_usage,
                     hit_ratio=_hit_ratio(b.report),
                     index_blocks=self.index.blocks_of(b.slot) if b.slot >= 0 else 0,
-                    models=tuple(b.models),
+                    models=b.models,
                 )
                 for b in self.registry.backends
                 if self.registry.get(b.name) is b

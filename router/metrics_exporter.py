@@ -208,7 +208,9 @@ FAMILIES: Final = (
         "Spans of traces that the collector was too slow for, or did not take.",
         lambda c: iter([("", c.spans_dropped)]),
     ),
-    _histogram("ttft_seconds", "Arrival of the request to the first body byte written to the client.", lambda c: c.ttft),
+    _histogram(
+        "ttft_seconds", "Arrival of the request to the first body byte written to the client.", lambda c: c.ttft
+    ),
     _histogram("itl_seconds", "Between two pieces of a stream written to the client.", lambda c: c.itl),
     _histogram("e2e_seconds", "Arrival of the request to the last body byte written to the client.", lambda c: c.e2e),
     _histogram("queue_seconds", "Waiting for a place on a backend.", lambda c: c.queue_time),
