@@ -18,7 +18,9 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("router/proxy/access_log.py", "time.time"): "when a request ended, for people and log stores",
     ("router/proxy/access_log.py", "time.gmtime"): "writes that date",
     ("router/proxy/decisions.py", "time.time"): "when a choice was made, for people and log stores",
+    ("router/proxy/decisions.py", "time.localtime"): "writes that date, as Python's logging does",
     ("router/proxy/services.py", "time.time"): "the Date header",
+    ("router/tracing.py", "time.time_ns"): "when a span began and ended, by a duration from now",
     ("router/sim/cli.py", "time.time"): "dates in answers and KV events, as an engine writes them",
 }
 
