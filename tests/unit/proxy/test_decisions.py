@@ -32,7 +32,9 @@ def test_the_oldest_go_first_at_the_bound():
     assert [d.request_id for d in decisions.recent()] == [b"%d" % n for n in range(3, KEPT + 3)]
 
 
-def written(*, session_key: bytes | None = None, request_id: bytes = b"r-1", model: str = "llama", **how: bool) -> bytes:
+def written(
+    *, session_key: bytes | None = None, request_id: bytes = b"r-1", model: str = "llama", **how: bool
+) -> bytes:
     lines: list[bytes] = []
     decisions = Decisions()
     decisions.lines = DecisionLines(lines.append, "prefixaware", **how)
@@ -81,9 +83,7 @@ def test_a_line_in_json_has_the_same():
     }
 
 
-MESSAGE = re.compile(
-    r"Routing request (\S+) with session id (\S+) to (\S+) at (\d+\.\d+), process time = (\d+\.\d{4})"
-)
+MESSAGE = re.compile(r"Routing request (\S+) with session id (\S+) to (\S+) at (\d+\.\d+), process time = (\d+\.\d{4})")
 PREFIX = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] INFO: ")
 
 
