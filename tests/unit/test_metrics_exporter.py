@@ -147,6 +147,7 @@ class Counted:
 
     def __init__(self, backends: int = 0) -> None:
         self.taken = 0
+        self.begun = asyncio.Event()
         self.metrics = Metrics()
         self.fault: Exception | None = None
         self._backends = [figures(f"e{at}") for at in range(backends)]
@@ -154,6 +155,7 @@ class Counted:
 
     def _snapshot(self) -> Snapshot:
         self.taken += 1
+        self.begun.set()
         if self.fault is not None:
             raise self.fault
         return Snapshot(backends=self._backends, queue_depth=self.taken)
@@ -191,8 +193,7 @@ async def test_who_comes_during_a_rendering_gets_the_next_which_shows_what_was_t
     counted = Counted(backends=512)
     loop = asyncio.get_running_loop()
     first = loop.create_task(counted.exporter.text())
-    while counted.taken == 0:
-        await asyncio.sleep(0)
+    await counted.begun.wait()
     counted.metrics.broken_exchanges = 1
     late = [loop.create_task(counted.exporter.text()) for _ in range(20)]
     assert samples(await first)[key("broken_exchanges_total")] == 0

@@ -62,14 +62,14 @@ class Numbers:
 
 
 def make(
-    metrics: Metrics, endpoint: str, *, sample_ratio: float = 1.0, random_bytes: Any = None, **how: Any
+    metrics: Metrics, endpoint: str, *, sample_ratio: float = 1.0, random_bytes: Any = None, headers: str | None = None
 ) -> OtlpTracer:
     return OtlpTracer(
         metrics,
         lambda: 1000.0,
         asyncio.get_running_loop(),
         endpoint=endpoint,
-        headers=how.get("headers"),
+        headers=headers,
         sample_ratio=sample_ratio,
         service_name="gate",
         version="1.2",
@@ -92,7 +92,7 @@ async def tracing(**how: Any) -> AsyncIterator[tuple[Collector, OtlpTracer, Call
             yield collector, tracer, close, metrics
         finally:
             if tracer._thread.is_alive():
-                collector.held = False
+                collector.gate.set()
                 await close()
 
 
@@ -181,14 +181,8 @@ async def test_errors_are_told_by_their_kind_and_clients_make_no_names() -> None
         await close()
         *spans, _, busy, cancelled, broken = collector.spans
         assert metrics.spans_dropped == 0
-    assert [span.attributes.get("error.type") for span in spans] == [
-        "503",
-        None,
-        "client_gone",
-        "cut_short",
-        None,
-        None,
-    ]
+    told = [span.attributes.get("error.type") for span in spans]
+    assert told == ["503", None, "client_gone", "cut_short", None, None]
     assert [span.error for span in spans] == [True, False, True, True, False, False]
     assert [span.name for span in spans[3:]] == ["POST /v1/chat/completions", "HTTP", "GET"]
     assert spans[4].attributes["http.request.method"] == "_OTHER"
@@ -302,7 +296,7 @@ async def test_a_collector_that_hangs_fills_the_queue_to_its_bound_and_no_furthe
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with tracing() as (collector, tracer, close, metrics):
-        collector.held = True
+        collector.gate.clear()
         tracer.finish(tracer.begin(head()), LINE, 1000.0)
         await asyncio.to_thread(collector.wait_asked)  # the thread waits for it now
         for _ in range(QUEUE_LIMIT + 5):
@@ -314,7 +308,7 @@ async def test_a_collector_that_hangs_fills_the_queue_to_its_bound_and_no_furthe
         assert metrics.spans_dropped >= QUEUE_LIMIT + 5
         tracer.finish(tracer.begin(head()), LINE, 1000.0)  # after the end: counted, not kept
         assert metrics.spans_dropped >= QUEUE_LIMIT + 6
-        collector.held = False
+        collector.gate.set()
         await asyncio.to_thread(tracer._thread.join)
 
 

@@ -1,4 +1,4 @@
-"""What the engine is told of a trace, and what an exchange notes for its spans, in the whole core on a virtual clock."""
+"""What the engine is told of a trace, and what an exchange notes for its spans, in the whole core on virtual time."""
 
 from __future__ import annotations
 
