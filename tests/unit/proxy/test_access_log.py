@@ -146,3 +146,35 @@ def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
     log.close()
     assert metrics.access_lines_dropped == 1
     os.close(writing)
+
+
+def test_lines_of_another_kind_keep_their_place_among_the_others() -> None:
+    reading, writing = os.pipe()
+    log = AccessLog(Metrics(), VirtualClock(), writing, True)
+    log.write(LINE)
+    log.append(b"another\n")
+    log.json_lines = False  # a reload
+    log.write(LINE)
+    log.close()
+    os.close(writing)
+    with os.fdopen(reading, "rb") as out:
+        first, second, third = out.read().splitlines()
+    assert json.loads(first)["kind"] == "access"
+    assert second == b"another"
+    assert b" access client=" in third
+
+
+def test_lines_that_nobody_read_are_counted_while_the_log_goes_on() -> None:
+    metrics, clock = Metrics(), VirtualClock()
+    reading, writing = os.pipe()
+    os.close(reading)
+    log = AccessLog(metrics, clock, writing, True)
+    batches = 0
+    while not metrics.access_lines_dropped:  # the thread has its own time, and the next batch counts what it lost
+        log.write(LINE)
+        clock.advance(BATCH_S)
+        batches += 1
+        assert batches < 1_000_000
+    log.close()
+    assert metrics.access_lines_dropped == batches
+    os.close(writing)

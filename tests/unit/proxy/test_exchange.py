@@ -1428,3 +1428,57 @@ def test_an_ejected_backend_comes_back_through_one_trial() -> None:
         ask(world, seconds=0.1)
     assert world.backend("e0").state is State.UP
     world.rest()
+
+
+# -- scrapes ----------------------------------------------------------------------------------------------------------
+
+SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+def test_a_scrape_is_answered_when_its_text_is_there_and_what_follows_it_waits() -> None:
+    world = world_of(whole())
+    asked: list[Callable[[bytes | None], object]] = []
+    world.services.scrape = asked.append
+    client = world.client()
+    client.send(SCRAPE)
+    client.send(CHAT)
+    world.run(100.0)  # no deadline of a client's body is running any more
+    assert client.responses == []
+    (tell,) = asked
+    tell(b"the text")
+    world.run(1.0)
+    first, second = client.responses
+    assert (first.status, first.payload) == (200, b"the text")
+    assert second.status == 200
+
+
+def test_a_scrape_that_fails_is_a_fault_of_ours() -> None:
+    world = world_of(whole())
+    world.services.scrape = lambda tell: tell(None)
+    assert error_of(only_answer(ask(world, SCRAPE))) == (500, "internal_error")
+
+
+def test_a_scraper_that_left_is_told_nothing() -> None:
+    world = world_of(whole())
+    asked: list[Callable[[bytes | None], object]] = []
+    world.services.scrape = asked.append
+    client = ask(world, SCRAPE)
+    client.abort()
+    world.run(1.0)
+    assert world.access_lines[-1].ended == "client@read_body"
+    asked.pop()(b"the text")
+    world.run(1.0)
+    assert len(world.access_lines) == 1
+    world.check_at_rest()
+
+
+def test_a_scrape_under_way_at_the_end_is_told_so_once() -> None:
+    world = world_of(whole())
+    asked: list[Callable[[bytes | None], object]] = []
+    world.services.scrape = asked.append
+    client = ask(world, SCRAPE)
+    for exchange in list(world.services.exchanges):
+        exchange.on_shutdown()
+    asked.pop()(b"the text")
+    world.run(1.0)
+    assert error_of(only_answer(client)) == (503, "no_backend")
