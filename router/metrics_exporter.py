@@ -1,8 +1,9 @@
 """GET /metrics: the counters of metrics.py and the gauges of the moment, as Prometheus text.
 
-A scrape never holds up the event loop. What it shows is copied at one instant (with 512 backends and 12,000 series in
-about 1 ms here) and rendered in slices of SLICE_LINES lines, between which the loop does its other work; what the
-operating system is asked for is asked in a thread. Scrapes that come while one is rendered share the next rendering.
+A scrape never holds up the event loop. What it shows is copied at one instant and rendered in slices of SLICE_LINES
+lines, between which the loop does its other work; what the operating system is asked for is asked in a thread. With 512
+backends and 9,400 lines the copy took 0.8 ms of a core here, the longest slice 0.4 ms, all of them together 16 ms.
+Scrapes that come while one is rendered share the next rendering.
 
 Apart from metrics.py because that is compiled, and prometheus_client, which tells of the process, cannot be.
 """
@@ -23,7 +24,7 @@ from router.metrics import Histogram, Metrics
 
 logger = logging.getLogger(__name__)
 
-SLICE_LINES: Final = 200  # about 0.2 ms here
+SLICE_LINES: Final = 200  # about 0.4 ms here
 SLICE_STEPS: Final = 2000  # of a sum that makes no line
 
 Series = Iterator[tuple[str, float] | None]  # rendered labels and value; None: some time has passed without a line
@@ -329,6 +330,7 @@ class Exporter:
         # /proc/self/fd may have ten thousand entries
         process = asyncio.get_running_loop().run_in_executor(None, generate_latest, self._process)
         pieces = []
+        await asyncio.sleep(0)
         for piece in slices(counters, now, self._build):
             pieces.append(piece)
             await asyncio.sleep(0)
