@@ -4,16 +4,18 @@ scrapes from both ports."""
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.proxy.phases import EndedBy, Phase
 from tests.blackbox.raw_engine import MODEL, RawEngine, Received, raw_engine
 from tests.support.gateway_process import Figures, GatewayProcess, next_id, running_gateway
-from tests.support.sim_process import http_request
+from tests.support.sim_process import SimProcess, http_request, running_sim
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -364,3 +366,42 @@ def test_scrapes_on_both_ports_at_one_time_are_whole_and_a_scraper_that_leaves_c
         assert gateway.metric("open_exchanges") == 0
         figures = gateway.metrics()
         assert figures.sum("requests_total", backend="", code="200") + figures.sum("requests_total", code="499") == 21
+
+
+def test_figures_of_an_engine_are_its_own_and_the_index_holds_what_was_sent() -> None:
+    fast = ("--step-ms", "1", "--decode-ms", "0", "--decode-ms-per-seq", "0", "--max-num-seqs", "2")
+    with running_sim(*fast) as sim, running_gateway([sim.url]) as gateway, ExitStack() as stack:
+        texts = [f"{at} " * 640 for at in range(3)]  # 1280 bytes: ten blocks, of which nothing is common
+        for text in (*texts, texts[0], texts[0]):
+            answer = gateway.request("POST", "/v1/completions", {"model": "sim-8b", "prompt": text, "max_tokens": 2})
+            assert answer.status == 200
+        for _ in range(3):  # two run, one waits
+            body = {"model": "sim-8b", "prompt": texts[0], "max_tokens": 100_000, "stream": True}
+            stack.enter_context(gateway.send("POST", "/v1/completions", body))
+        gateway.until_metric("backend_waiting", 1)
+        gateway.until_metric("backend_running", 2)
+        assert gateway.metric("demand", model="sim-8b") == 3
+        assert gateway.metric("in_flight", backend="gpu-0") == 3
+        assert 0.0 < gateway.metric("backend_kv_usage", backend="gpu-0") < 1.0
+        assert gateway.metric("index_blocks", index="mirror", backend="gpu-0") == 30
+        stack.close()
+        gateway.until_metric("backend_running", 0)
+        gateway.until_metric("backend_kv_usage", 0)
+        told = Vllm(sim)
+        gateway.until(lambda: gateway.metric("backend_hit_ratio") == told.hits / told.queries, "its own hit ratio")
+        assert told.hits > 0
+        figures = at_rest(gateway)
+        assert figures.sum("index_blocks", backend="gpu-0") == 30
+
+
+class Vllm:
+    """What the engine itself says at /metrics."""
+
+    def __init__(self, sim: SimProcess) -> None:
+        samples: dict[str, float] = {}
+        with urllib.request.urlopen(f"{sim.url}/metrics", timeout=20) as answer:
+            for family in text_string_to_metric_families(answer.read().decode()):
+                for sample in family.samples:
+                    samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+        self.hits = samples["vllm:prefix_cache_hits_total"]
+        self.queries = samples["vllm:prefix_cache_queries_total"]

@@ -1482,3 +1482,19 @@ def test_a_scrape_under_way_at_the_end_is_told_so_once() -> None:
     asked.pop()(b"the text")
     world.run(1.0)
     assert error_of(only_answer(client)) == (503, "no_backend")
+
+
+# -- who ended it, and where ------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_while_its_engine_is_connected_is_counted_there() -> None:
+    world = world_of(silent)
+    world.engines["e0"].accepts = "blackhole"
+    client = ask(world, seconds=0.1)
+    client.abort()
+    world.run(0.1)
+    counts = world.metrics
+    assert counts.ended == {("client", "connecting"): 1}
+    assert counts.requests == {("m", "", 499): 1}
+    assert sum(counts.decisions.values()) == counts.queue_time.count == 1
+    assert counts.overhead.count == counts.ttft.count == counts.e2e.count == 0  # nothing was sent
