@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +142,18 @@ def test_a_dead_collector_is_counted_and_told_and_nothing_else_happens(engine: R
         gateway.until_metric("spans_dropped_total", 6)
         ask(gateway, engine)
         assert gateway.stop() == 0
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_traces_without_the_extra_end_the_start_and_say_what_to_install(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvgate.toml"
+    file.write_text('[tracing]\notlp_endpoint = "http://127.0.0.1:4318"\n')
+    program = (
+        "import sys; sys.modules['opentelemetry'] = None; from router.cli import main; "
+        f"sys.exit(main([{command!r}, '-c', {str(file)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "tracing.otlp_endpoint" in done.stderr + done.stdout
+    assert "kvgate[otel]" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
