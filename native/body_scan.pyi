@@ -57,13 +57,14 @@ def scan_json(
 ) -> ScannedBody:
     """Read a request body. The routing prefix and its encoding are described at the top of body_scan.pyx.
 
-    `seeds` gives the bytes that seed the prefix in the place of a model's name; `default_seed` those for a body without
-    one. `fields` names wanted top-level keys (at most 16, of 1 to 256 bytes). As in Python's json the last of equal keys
-    wins, keys may be escaped, white space may stand around the value, a byte order mark may not. Nesting beyond 10,000
+    `seeds` gives the bytes that seed the prefix in the place of a model's name; `default_seed` those for a body
+    without one. `fields` names wanted top-level keys (at most 16, of 1 to 256 bytes). As in Python's json the last of
+    equal keys wins, keys may be escaped, white space may stand around the value, a byte order mark may not. Nesting beyond 10,000
     levels is MALFORMED. What lies deeper than routing reads is checked for balance only: validity is the engine's to
     judge.
 
-    No bytes make it raise. TypeError for a seed that is not bytes; ValueError for a `block_bytes` outside 1 to 1,048,576 and for bad `fields`; MemoryError.
+    No bytes make it raise. TypeError for a seed that is not bytes; ValueError for a `block_bytes` outside 1 to
+    1,048,576 and for bad `fields`; MemoryError.
     Linear in the body. Extra memory: two blocks, 8 bytes a hash, at most a sixteenth of the body for the positions of
     long strings. A chat of 1 kB takes 1 us, of 400 kB 80 to 120 us with blocks of 256 bytes (orjson.loads: 1.1 and 180
     to 250); tests/benchmarks/test_body_scan.py.

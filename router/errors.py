@@ -49,7 +49,7 @@ class RouterError(Exception):
     def type(self) -> str:
         """The `type` that OpenAI clients know for this kind of status."""
         if self.status == 401:
-            return "invalid_api_key"
+            return "authentication_error"
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"

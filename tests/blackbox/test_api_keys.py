@@ -82,7 +82,7 @@ def test_without_one_it_is_401(
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.headers["x-kvgate-error"] == "1"
     error = answer.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == ("invalid_api_key", "invalid_api_key", None)
+    assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
     assert engine.waiting() == 0
 
 

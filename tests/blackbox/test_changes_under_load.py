@@ -95,7 +95,7 @@ def test_an_engine_that_is_killed() -> None:
 
 
 def test_sigterm_with_a_second_gateway_in_the_wings() -> None:
-    """As behind a load balancer that looks at readyz: it sends to the other gateway from then on, and nothing is lost."""
+    """As behind a load balancer that looks at readyz: it sends to the other gateway from then on; nothing is lost."""
     with (
         running_sim(*QUICK) as engine,
         running_gateway([engine.url], timeouts={"lame_duck_s": 1.0}) as leaving,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import anthropic
@@ -13,7 +12,6 @@ import openai
 import pytest
 
 from tests.support.client_fleet import MODEL, ClientFleet, client_fleet
-
 
 SAY: Any = [{"role": "user", "content": "say something"}]
 PLAIN, HASHED = "sk-plain-0123456789", "sk-hashed-0123456789"

@@ -49,7 +49,7 @@ def is_refused(response: Response) -> bool:
     assert response.header(b"x-kvgate-error") == b"1"
     problem = response.json()["error"]
     assert isinstance(problem, dict)
-    assert (problem["type"], problem["code"]) == ("invalid_api_key", "invalid_api_key")
+    assert (problem["type"], problem["code"]) == ("authentication_error", "invalid_api_key")
     assert KEY not in response.payload
     return True
 
