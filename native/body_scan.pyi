@@ -59,9 +59,9 @@ def scan_json(
 
     `seeds` gives the bytes that seed the prefix in the place of a model's name; `default_seed` those for a body
     without one. `fields` names wanted top-level keys (at most 16, of 1 to 256 bytes). As in Python's json the last of
-    equal keys wins, keys may be escaped, white space may stand around the value, a byte order mark may not. Nesting beyond 10,000
-    levels is MALFORMED. What lies deeper than routing reads is checked for balance only: validity is the engine's to
-    judge.
+    equal keys wins, keys may be escaped, white space may stand around the value, a byte order mark may not. Nesting
+    beyond 10,000 levels is MALFORMED. What lies deeper than routing reads is checked for balance only: validity is the
+    engine's to judge.
 
     No bytes make it raise. TypeError for a seed that is not bytes; ValueError for a `block_bytes` outside 1 to
     1,048,576 and for bad `fields`; MemoryError.
