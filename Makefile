@@ -52,7 +52,8 @@ package: $(TEST_READY) $(DIST)
 
 # Real clients through the gateway, with those that `make test` leaves out for their size.
 test-clients: $(CLIENTS_READY)
-	$(BIN)/python -m pytest tests/blackbox/test_client_*.py tests/blackbox/test_openai_client.py $(ARGS)
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --strict-config -p no:cacheprovider' \
+		tests/blackbox/test_client_litellm.py $(ARGS)
 
 test-vllm: $(TEST_READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/vllm/run $(ARGS)
@@ -78,7 +79,7 @@ $(INSTALLED): $(VENV)/.created $(BUILD_INPUTS)
 	touch $@
 
 $(TEST_READY): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --group test
+	$(BIN)/python -m pip install --quiet --group test --group load
 	touch $@
 
 $(CLIENTS_READY): $(TEST_READY)

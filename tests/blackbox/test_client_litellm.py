@@ -1,5 +1,5 @@
 """litellm as a library through the gateway and two simulated engines. It is too big for every test run: these run with
-`make test-clients`, and are skipped where litellm is not installed."""
+`make test-clients` alone."""
 
 from __future__ import annotations
 
