@@ -79,7 +79,7 @@ def test_scripts_are_executable_and_stop_at_the_first_failure(file):
 def test_ci_runs_what_people_run():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     steps = re.search(r"for step in ([a-z -]+);", (ROOT / ".ci" / "run").read_text())[1].split()
-    assert steps == ["test", "check", "sanitize", "container", "package"]
+    assert steps == ["test", "check", "sanitize", "container", "package", "test-clients"]
     assert {"demo", "test-vllm", "bench", "clean", *steps} <= targets
 
 
