@@ -524,23 +524,38 @@ async def _serve(config: Config, read: Callable[[], Config]) -> int:
     notifier = Notifier(os.environ, os.getpid())
     notifier.ready(f"listening on port {port}")
     watchdog = loop.create_task(_tell_alive(notifier))
+    reloads: set[asyncio.Task[None]] = set()
     while (number := await signals.get()) is signal.SIGHUP:
-        notifier.reloading()
-        with contextlib.suppress(ConfigError):  # told already
-            await gateway.control.reload()
-        notifier.ready(f"listening on port {port}")
+        # Beside this loop: a file system that hangs must not keep a later signal to stop from being heard.
+        task = loop.create_task(_reload(gateway, notifier, port))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
     logger.info("draining: %d requests under way", len(gateway.services.exchanges))
     notifier.stopping("draining")
     # Whoever sends an interrupt sits at a terminal: no load balancer is to notice anything first.
     drain = loop.create_task(gateway.drain(lame_duck=number is signal.SIGTERM))
     second = loop.create_task(_next_stop(signals))
     await asyncio.wait((drain, second), return_when=asyncio.FIRST_COMPLETED)
-    for task in (drain, second, watchdog):
+    ending = (drain, second, watchdog, *reloads)
+    for task in ending:
         task.cancel()
-    await asyncio.gather(drain, second, watchdog, return_exceptions=True)
+    for ended in await asyncio.gather(*ending, return_exceptions=True):
+        if isinstance(ended, Exception):
+            logger.error("the end was not in order", exc_info=ended)
     await gateway.stop()
     notifier.close()
     return 0
+
+
+async def _reload(gateway: Gateway, notifier: Notifier, port: int) -> None:
+    notifier.reloading()
+    try:
+        await gateway.control.reload()
+    except ConfigError:
+        pass  # told already
+    except Exception:
+        logger.exception("the reload failed by a fault of the gateway")
+    notifier.ready(f"listening on port {port}")
 
 
 async def _next_stop(signals: asyncio.Queue[signal.Signals]) -> None:

@@ -848,6 +848,7 @@ def _api_keys(path: str | None, faults: list[Fault]) -> Mapping[bytes, str] | No
         return None
     where = "auth.api_keys_file"
     try:
+        tls.require_regular_file(path)
         with Path(path).open("rb") as file:
             source = file.read(FILE_LIMIT_BYTES + 1)
     except OSError as error:

@@ -74,8 +74,12 @@ class Control:
                 self._metrics.reloads["failed"] += 1
                 raise
             old, self.config = self.config, new
-            self._apply(new)
-            self._follow_file(old, new)
+            try:
+                self._apply(new)
+                self._follow_file(old, new)
+            except BaseException:
+                self._metrics.reloads["failed"] += 1
+                raise
             self._metrics.reloads["ok"] += 1
             logger.info("reloaded: %s", "; ".join(map(str, changes)) or "nothing changed")
             return changes
@@ -107,6 +111,12 @@ class Control:
         """A backend as a table of the file would have it. ConfigError: what is wrong with it. ValueError: its name is
         taken, or the fleet is full."""
         wanted = configuration.parse_backend(spec)
+        taken = (self.config.admin.token_env, self.config.tracing.headers_env)
+        if wanted.api_key_env is not None and wanted.api_key_env in taken:
+            # It would be sent to an address that whoever asks has chosen.
+            raise ConfigError(
+                [Fault("api_key_env", "another secret of the gateway", "the variable of an engine's key")]
+            )
         added = self._add(wanted)
         self._added[wanted.name] = wanted
         logger.info("backend %s added at %s", added.name, added.url)

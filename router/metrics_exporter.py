@@ -313,16 +313,21 @@ class Exporter:
     async def _serve(self) -> None:
         """A rendering for those who wait, then the next for those who came meanwhile: what it shows was true after
         they asked."""
-        while self._waiting:
-            sharing, self._waiting = self._waiting, []
-            text: bytes | None = None
-            try:
-                text = await self._render()
-            except Exception:
-                logger.exception("the metrics could not be rendered")
-            for tell in sharing:
-                tell(text)
-        self._task = None
+        try:
+            while self._waiting:
+                sharing, self._waiting = self._waiting, []
+                text: bytes | None = None
+                try:
+                    text = await self._render()
+                except Exception:
+                    logger.exception("the metrics could not be rendered")
+                for tell in sharing:
+                    try:
+                        tell(text)
+                    except Exception:  # one who asked must not keep the metrics from all who ask later
+                        logger.exception("a scrape could not be answered")
+        finally:
+            self._task = None
 
     async def _render(self) -> bytes:
         self.renderings += 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import ssl
+import stat
 from typing import Final
 
 ALPN: Final = ["http/1.1"]
@@ -19,8 +22,16 @@ def server_context(cert: str, key: str) -> ssl.SSLContext:
 
 def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
     """Give a server's context this certificate for the handshakes to come, also where it has another already."""
+    require_regular_file(cert)
+    require_regular_file(key)
     # A key with a passphrase would ask for it at the terminal: refused instead.
     context.load_cert_chain(cert, key, password=_no_passphrase)
+
+
+def require_regular_file(path: str) -> None:
+    """OSError for what is none: to open a pipe may wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", path)
 
 
 def _no_passphrase() -> str:
@@ -29,6 +40,8 @@ def _no_passphrase() -> str:
 
 def client_context(ca: str | None, verify: bool) -> ssl.SSLContext:
     """For https engines. `ca`: a PEM file that takes the place of the system's CAs. Errors as of `server_context`."""
+    if ca is not None:
+        require_regular_file(ca)
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(ALPN)
     if not verify:

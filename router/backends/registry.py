@@ -96,10 +96,21 @@ FleetEvent = BackendAdded | BackendRemoved | StateChanged | DrainChanged | Recon
 class Pool:
     """The backends that serve one model. One object for as long as the model is known, always up to date."""
 
-    __slots__ = ("_candidates", "_members", "_needs_filter", "_registry", "_serves", "_version", "listed_by", "model")
+    __slots__ = (
+        "_candidates",
+        "_members",
+        "_needs_filter",
+        "_registry",
+        "_serves",
+        "_version",
+        "awaited",
+        "listed_by",
+        "model",
+    )
 
     def __init__(self, registry: Registry, model: str, serves: Callable[[Backend], bool]) -> None:
         self.model = model  # empty for the pool of all backends
+        self.awaited = False  # nobody has told yet that he serves what is waited for
         self.listed_by = 0  # backends that list the model; kept by the registry
         self._registry = registry
         self._serves = serves
@@ -241,7 +252,9 @@ class Registry:
 
     def waiting_pool(self) -> Pool:
         """For one request whose model is not known yet: nobody serves it, and it stands in nobody's way."""
-        return Pool(self, "", lambda backend: False)
+        pool = Pool(self, "", lambda backend: False)
+        pool.awaited = True
+        return pool
 
     def outage_s(self, members: Sequence[Backend]) -> float:
         """How long none of these has served; of none at all, how long the fleet has been empty."""

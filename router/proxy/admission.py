@@ -212,6 +212,9 @@ class Admission:
         for other, line in self._lines.items():
             if len(line.waiters) > length:
                 length, longest = len(line.waiters), other
+        if longest is None and pool.model:
+            # Those whose model nobody has told yet have a line each: however many, they give way to a known one.
+            longest = next((other for other in reversed(self._lines) if other.awaited), None)
         if longest is None:
             return False
         waiter = next(reversed(self._lines[longest].waiters))

@@ -835,6 +835,18 @@ class Exchange:
         if self not in s.exchanges:
             return
         s.exchanges.discard(self)
+        head = self._head
+        try:
+            self._record(ended_by)
+        finally:  # whatever cannot be counted, the connection's next request and the drain do not wait for it
+            self._downstream.exchange_done(head is not None and head.keep_alive)
+            if s.on_idle is not None and not s.exchanges:
+                s.on_idle()
+
+    def _record(self, ended_by: EndedBy) -> None:
+        """Counts, the one line, the span."""
+        s = self._s
+        head = self._head
         phase = self._phase
         if phase is not DONE:
             self._enter(DONE)
@@ -846,7 +858,6 @@ class Exchange:
         s.metrics.ended[ended_by, phase] += 1
         if self._first_byte_at is not None:
             s.metrics.e2e.observe(total_s)
-        head = self._head
         choice = self._served_by or self._choice
         if s.access_log is not None or self._trace is not None:
             line = AccessLine(
@@ -872,9 +883,6 @@ class Exchange:
                 s.access_log.write(line)
             if self._trace is not None and s.tracer is not None:
                 s.tracer.finish(self._trace, line, s.now())
-        self._downstream.exchange_done(head is not None and head.keep_alive)
-        if s.on_idle is not None and not s.exchanges:
-            s.on_idle()
 
     def _enter(self, phase: Phase) -> None:
         """The only writer of the phase."""

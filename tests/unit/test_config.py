@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from hashlib import sha256
 
 import pytest
@@ -386,6 +387,15 @@ def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path, text, where):
 
 def test_a_missing_file_of_keys_is_a_fault():
     assert "No such file" in only_fault('[auth]\napi_keys_file = "/nonexistent/keys"').value
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "Not a regular file" in only_fault(f'[auth]\napi_keys_file = "{tmp_path}/pipe"').value
+    both = f'tls_cert = "{tmp_path}/pipe"\ntls_key = "{tmp_path}/pipe"'
+    assert only_fault(f"[server]\n{both}").key_path == "server.tls_cert"
+    of_engine = f'[[backends]]\nurl = "https://a"\ntls_ca = "{tmp_path}/pipe"'
+    assert only_fault(of_engine).key_path == "backends[0].tls_ca"
 
 
 def test_an_alias_names_a_model_and_no_other_alias():

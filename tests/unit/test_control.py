@@ -159,3 +159,23 @@ def test_a_wrong_backend_is_told_by_key_paths_of_its_own() -> None:
     assert {fault.key_path for fault in caught.value.faults} == {"url", "wieght"}
     with pytest.raises(ValueError, match="exists"):
         run.control.add({"url": "http://other:1", "name": "a"})
+
+
+def test_another_secret_of_ours_is_never_an_engines_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_TOKEN", "s3cret")
+    monkeypatch.setenv("ENGINE_KEY", "key")
+    run = Run(parse({"admin": {"token_env": "OUR_TOKEN"}}, environ={"OUR_TOKEN": "s3cret"}))
+    with pytest.raises(ConfigError, match="api_key_env"):
+        run.control.add({"url": "http://a:1", "api_key_env": "OUR_TOKEN"})
+    assert run.control.add({"url": "http://a:1", "api_key_env": "ENGINE_KEY"}).api_key == "key"
+
+
+def test_a_change_that_cannot_be_taken_over_counts_as_failed() -> None:
+    def broken(_: Config) -> None:
+        raise ZeroDivisionError
+
+    run = Run(fleet("a"))
+    run.control = Control(fleet("a"), run.read, run.registry, run.metrics, broken)
+    with pytest.raises(ZeroDivisionError):
+        run.reload(fleet("a", limits={"max_queue": 1}))
+    assert run.metrics.reloads == {"ok": 0, "failed": 1}

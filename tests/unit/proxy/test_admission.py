@@ -394,3 +394,17 @@ def test_one_whose_placing_frees_a_place_lets_the_next_in_without_nesting() -> N
     assert desk.placed == ["x", "a", "b", "c"]
     assert desk.admission.in_flight == 0
     assert desk.admission.depth == 0
+
+
+def test_those_whose_model_nobody_has_told_yet_give_way_to_a_known_one() -> None:
+    desk = Desk(max_in_flight=1, max_queue=3)
+    desk.enter("runs")
+    unknown = [desk.enter(f"unknown {n}", room=False, pool=REGISTRY.waiting_pool()) for n in range(3)]
+    known = desk.enter("known")
+    assert known.error is None
+    assert [waiter.error is not None for waiter in unknown] == [False, False, True]
+    assert desk.admission.depth == 3
+    another = desk.enter("unknown 4", room=False, pool=REGISTRY.waiting_pool())
+    assert another.error is not None
+    desk.release()
+    assert desk.placed == ["runs", "known"]
