@@ -106,6 +106,14 @@ class BlockPool:
             found.append(block)
         return found
 
+    def match_length(self, hashes: Sequence[int], limit: int) -> int:
+        """How many blocks `match` would find."""
+        cached = self._cached
+        for position in range(min(limit, len(hashes))):
+            if hashes[position] not in cached:
+                return position
+        return min(limit, len(hashes))
+
     def unheld(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` are on the free list: taking them costs as many free blocks."""
         references = self._references

@@ -168,6 +168,7 @@ class EngineModel:
         self.running: list[EngineRequest] = []  # in the order of admission
         self.waiting: deque[EngineRequest] = deque()
         self._by_id: dict[str, EngineRequest] = {}
+        self.plan_prefill_tokens = 0  # of the step opened last
         self._plan: list[tuple[EngineRequest, int]] = []
         self._step_open = False
         self._plan_uniform = False
@@ -256,16 +257,19 @@ class EngineModel:
         if not plan:
             return None
         self._plan = plan
+        self.plan_prefill_tokens = prefill_tokens
         self._plan_uniform = not (admitted or preempted or prefill_tokens) and len(plan) == len(running)
         self._step_open = True
         self.stats.steps += 1
         self.stats.step_tokens += prefill_tokens + decodes
         return self.config.step_duration_s(prefill_tokens, decodes)
 
-    def complete(self, now: float) -> list[Output]:
-        """Close the open step; `now` is its end."""
+    def complete(self, now: float, steps: int = 1) -> list[Output]:
+        """Close the open step, with those like it that follow (`steps`, at most `stretch()`); `now` is their end."""
         if not self._step_open:
             raise RuntimeError("no step is open")
+        if steps > 1:
+            return self._complete_stretch(now, steps)
         self._step_open = False
         outputs: list[Output] = []
         finished = False
@@ -291,22 +295,15 @@ class EngineModel:
         duration = self.schedule(now)
         if duration is None:
             return 0.0, []
-        steps = self._equal_steps(now, until, duration) if until is not None and self._plan_uniform else 1
-        if steps == 1:
-            return duration, self.complete(now + duration)
-        self._step_open = False
-        end = now + duration * steps
-        outputs: list[Output] = []
-        for request, _ in self._plan:
-            request.computed += 1
-            self._grow(request, steps - 1)
-            request.computed += steps - 1
-            outputs.append(self._generate(request, steps, end))
-        self.stats.steps += steps - 1
-        self.stats.step_tokens += (steps - 1) * len(self._plan)
-        self._plan = []
-        self.running = [request for request in self.running if request.running]
-        return duration * steps, outputs
+        steps = 1
+        if until is not None and self._plan_uniform:
+            steps = self._equal_steps(max(1, int((until - now) / duration - 1e-9) + 1))
+        return duration * steps, self.complete(now + duration * steps, steps)
+
+    def stretch(self) -> int:
+        """How many steps like the open one follow each other if nothing arrives, itself included. 1 unless it is of
+        decodes alone. `complete` may be told to take fewer of them."""
+        return self._equal_steps(None) if self._plan_uniform else 1
 
     def reset_prefix_cache(self) -> bool:
         """False while requests hold blocks."""
@@ -384,18 +381,39 @@ class EngineModel:
         self._release(request)
         return Output(request, count, request.finish)
 
-    def _equal_steps(self, now: float, until: float | None, duration: float) -> int:
+    def _complete_stretch(self, end: float, steps: int) -> list[Output]:
+        if not self._plan_uniform:
+            raise RuntimeError("this step stands alone")
+        self._step_open = False
+        outputs: list[Output] = []
+        finished = False
+        for request, _ in self._plan:
+            request.computed += 1
+            self._grow(request, steps - 1)
+            request.computed += steps - 1
+            outputs.append(self._generate(request, steps, end))
+            finished = finished or outputs[-1].finish is not None
+        self.stats.steps += steps - 1
+        self.stats.step_tokens += (steps - 1) * len(self._plan)
+        self._plan = []
+        if finished:
+            self.running = [request for request in self.running if request.running]
+        return outputs
+
+    def _equal_steps(self, limit: int | None) -> int:
         """How many steps like the planned one follow each other: until one ends a request, or blocks run short."""
-        steps = min(request.output_tokens - request.generated for request, _ in self._plan)
-        if until is not None:
-            steps = min(steps, max(1, int((until - now) / duration - 1e-9) + 1))
+        steps = min([request.output_tokens - request.generated for request, _ in self._plan])
+        if limit is not None and limit < steps:
+            steps = limit
         block_size, free = self.config.block_size, self.pool.free_blocks
         if self.waiting:  # a block that fills now may be one that the first in line shares, and then it fits
-            steps = min(steps, *(block_size - request.computed % block_size for request, _ in self._plan))
+            steps = min(steps, *[block_size - request.computed % block_size for request, _ in self._plan])
         while steps > 1:
-            wanted = sum(
-                max(0, -(-(request.computed + steps) // block_size) - len(request.blocks)) for request, _ in self._plan
-            )
+            wanted = 0
+            for request, _ in self._plan:
+                more = -(-(request.computed + steps) // block_size) - len(request.blocks)
+                if more > 0:
+                    wanted += more
             if wanted <= free:
                 break
             steps //= 2
