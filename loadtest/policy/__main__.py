@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part.add_argument("files", type=Path, nargs="+")
     part = parts.add_parser("find-rates", help="the rates of loadtest/policy/setups.py, anew")
     part.add_argument("--traces", type=Path, required=True)
+    part.add_argument("--only", nargs="*", default=[], help="set-ups whose name starts so")
     part.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
 
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.part == "find-rates":
         with ProcessPoolExecutor(options.jobs) as pool:
-            for set_up, rate in zip(FULL, pool.map(find_rate, FULL, [options.traces] * len(FULL)), strict=True):
+            wanted = [set_up for set_up in FULL if _wanted(set_up.name, options.only)]
+            rates = pool.map(find_rate, wanted, [options.traces] * len(wanted))
+            for set_up, rate in zip(wanted, rates, strict=True):
                 print(f'    "{set_up.name}": {rate:.4g},', flush=True)
         return 0
 

@@ -46,6 +46,11 @@ class PrefillSpeed:
         "_reported_s",
         "_reported_tokens",
         "_small",
+        "_stretch_elapsed_s",
+        "_stretch_requests",
+        "_stretch_s",
+        "_stretch_tokens",
+        "_stretch_whole",
         "fixed_s",
         "learned",
         "tokens_per_s",
@@ -62,6 +67,8 @@ class PrefillSpeed:
         self._busy_since = 0.0
         self._busy_tokens = self._busy_requests = 0
         self._reported_tokens = self._reported_s = self._reported_requests = 0.0
+        self._stretch_tokens = self._stretch_s = self._stretch_requests = self._stretch_elapsed_s = 0.0
+        self._stretch_whole = False  # it began at a settled poll
 
     def quiet(self, uncached_tokens: int, seconds: float) -> bool:
         """A request that had the engine for itself until its first token. True if an estimate may have changed."""
@@ -97,14 +104,28 @@ class PrefillSpeed:
             self.busy_began(now)
         return changed
 
-    def reported(self, tokens: float, seconds: float, requests: float, elapsed_s: float) -> bool:
-        """What the engine counted between two polls: computed prompt tokens, prefill seconds, requests prefilled."""
-        if requests <= 0 or tokens < 0 or seconds <= 0 or elapsed_s <= 0 or seconds > MAX_OVERLAP * elapsed_s:
-            self._reported_tokens = self._reported_s = self._reported_requests = 0.0
+    def reported(
+        self, tokens: float, seconds: float, requests: float, elapsed_s: float, *, settled: bool = True
+    ) -> bool:
+        """What the engine counted between two polls: computed prompt tokens, prefill seconds, requests prefilled.
+
+        `settled`: no prefill was under way at the second poll. The engine counts tokens when a prefill starts and
+        seconds when it ends, so sums belong together only from one settled poll to the next.
+        """
+        if requests < 0 or tokens < 0 or seconds < 0 or elapsed_s <= 0:
+            self._stretch_whole = False
+        self._stretch_tokens += tokens
+        self._stretch_s += seconds
+        self._stretch_requests += requests
+        self._stretch_elapsed_s += elapsed_s
+        if not settled:
             return False
-        self._reported_tokens += tokens
-        self._reported_s += seconds
-        self._reported_requests += requests
+        if self._stretch_whole and 0.0 < self._stretch_s <= MAX_OVERLAP * self._stretch_elapsed_s:
+            self._reported_tokens += self._stretch_tokens
+            self._reported_s += self._stretch_s
+            self._reported_requests += self._stretch_requests
+        self._stretch_whole = True
+        self._stretch_tokens = self._stretch_s = self._stretch_requests = self._stretch_elapsed_s = 0.0
         if self._reported_tokens < REPORTED_TOKENS or self._reported_requests < REPORTED_REQUESTS:
             return False
         net_s = max(self._reported_s - self.fixed_s * self._reported_requests, self._reported_s / 2.0)

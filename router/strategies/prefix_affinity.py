@@ -530,7 +530,8 @@ class PrefixAffinity:
         queries, hits, seconds, requests = gains
         if queries is None or hits is None or seconds is None or requests is None or min(queries, hits) < 0:
             return
-        if engine.speed.reported(queries - hits, seconds, requests, now.at - before.at):
+        settled = not (engine.ledger.waiting or now.waiting or engine.foreign or engine.foreign_wait_s)
+        if engine.speed.reported(queries - hits, seconds, requests, now.at - before.at, settled=settled):
             self._apply_speed(engine)
 
     def _heed_report(self, engine: EngineState, report: EngineReport) -> None:

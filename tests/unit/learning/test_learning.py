@@ -357,6 +357,7 @@ def test_impossible_samples_are_refused() -> None:
 
 def test_the_engines_own_sums_stand_in_and_correct_upwards() -> None:
     speed = PrefillSpeed()
+    assert not speed.reported(9000, 1.0, 9, 2.0)  # who knows what was under way when it began
     assert not speed.reported(3000, 1.0, 2, 2.0)  # not enough yet
     assert speed.reported(3000, 1.0, 2, 2.0)
     assert speed.tokens_per_s == pytest.approx(3000, rel=0.05)
@@ -376,6 +377,20 @@ def test_sums_that_overlap_or_cannot_be_are_dropped(sums: tuple[float, float, fl
     for _ in range(5):
         assert not speed.reported(*sums)
     assert speed.tokens_per_s == 10_000.0
+
+
+def test_a_prefill_longer_than_a_poll_is_counted_with_its_tokens() -> None:
+    """The engine counts the tokens of a prefill at its start and its seconds at its end, polls apart. A stretch that
+    overlaps too much is dropped whole, never its seconds alone."""
+    speed = PrefillSpeed()
+    speed.reported(0, 0.0, 0, 0.25)
+    for _ in range(12):
+        for overlapping in (True, False):
+            speed.reported(5000, 0.0, 0, 0.25, settled=False)
+            speed.reported(0, 0.0, 0, 0.75, settled=False)
+            speed.reported(0, 1.0, 1, 0.1 if overlapping else 1.0)
+        assert speed.tokens_per_s == (pytest.approx(5000, rel=0.05) if speed.learned else 10_000.0)
+    assert speed.learned
 
 
 def test_a_busy_stretch_corrects_a_prior_that_is_far_off() -> None:
