@@ -14,6 +14,7 @@ from loadtest.policy.runs import PLAIN, Figures
 Cell = dict[str, float]  # means over the seeds, and the spread of mean TTFT
 MEANS: Final = (
     "hit_ratio",
+    "pooled_hit_ratio",
     "ttft_mean_s",
     "ttft_p50_s",
     "ttft_p99_s",
@@ -25,8 +26,7 @@ MEANS: Final = (
 )
 
 
-def render(found: Sequence[Figures], bounds: dict[str, float] | None = None) -> str:
-    """`bounds`: the pooled hit ratio by set-up, where it is to be shown."""
+def render(found: Sequence[Figures]) -> str:
     by_scenario: dict[str, dict[str, dict[str, Cell]]] = defaultdict(dict)
     runs: dict[tuple[str, str, str], list[Figures]] = defaultdict(list)
     for figures in found:
@@ -40,7 +40,7 @@ def render(found: Sequence[Figures], bounds: dict[str, float] | None = None) -> 
     for scenario, table in by_scenario.items():
         if len(by_scenario) > 1 or scenario != PLAIN.name:
             parts.append(f"## {scenario}")
-        parts += [summary(table, bounds or {}), against_peers(table), *_each(table, bounds or {})]
+        parts += [summary(table), against_peers(table), *_each(table)]
     return "\n\n".join(parts)
 
 
@@ -48,7 +48,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return exp(fmean(log(value) for value in values))
 
 
-def summary(table: dict[str, dict[str, Cell]], bounds: dict[str, float]) -> str:
+def summary(table: dict[str, dict[str, Cell]]) -> str:
     """By policy: hit ratio to the pooled bound, and TTFT as times the best policy's in each set-up."""
     policies = list(dict.fromkeys(policy for cells in table.values() for policy in cells))
     lines = [
@@ -63,8 +63,7 @@ def summary(table: dict[str, dict[str, Cell]], bounds: dict[str, float]) -> str:
         times = {}
         for name in ("ttft_mean_s", "ttft_p99_s", "itl_mean_s"):
             times[name] = [cell[name] / min(c[name] for c in table[s].values()) for s, cell in own.items()]
-        hits = [cell["hit_ratio"] / bounds[set_up] for set_up, cell in own.items() if bounds.get(set_up)]
-        shown = f"{fmean(hits):.3f}" if hits else f"({fmean(cell['hit_ratio'] for cell in own.values()):.3f})"
+        hits = fmean(cell["hit_ratio"] / cell["pooled_hit_ratio"] for cell in own.values())
         cells = [
             f"{geometric_mean(ratios):.2f} ({max(ratios):.1f})"
             for ratios in (times["ttft_mean_s"], times["ttft_p99_s"])
@@ -72,7 +71,7 @@ def summary(table: dict[str, dict[str, Cell]], bounds: dict[str, float]) -> str:
         rows.append(
             (
                 geometric_mean(times["ttft_mean_s"]),
-                f"| {policy} | {shown} | {cells[0]} | {cells[1]} | {geometric_mean(times['itl_mean_s']):.2f} "
+                f"| {policy} | {hits:.3f} | {cells[0]} | {cells[1]} | {geometric_mean(times['itl_mean_s']):.2f} "
                 f"| {fmean(cell['imbalance'] for cell in own.values()):.2f} |",
             )
         )
@@ -119,13 +118,12 @@ def against_peers(table: dict[str, dict[str, Cell]]) -> str:
     return "\n".join(lines)
 
 
-def _each(table: dict[str, dict[str, Cell]], bounds: dict[str, float]) -> list[str]:
+def _each(table: dict[str, dict[str, Cell]]) -> list[str]:
     parts = []
     for set_up, cells in table.items():
-        rate = next(iter(cells.values()))["requests_per_s"]
-        bound = f", pooled bound {bounds[set_up]:.3f}" if set_up in bounds else ""
+        some = next(iter(cells.values()))
         lines = [
-            f"### {set_up}: {rate:.2f} requests/s{bound}",
+            f"### {set_up}: {some['requests_per_s']:.2f} requests/s, pooled bound {some['pooled_hit_ratio']:.3f}",
             "",
             "| policy | hit ratio | TTFT mean (seeds), s | p50 | p99 | ITL, ms | imbalance | busy | preemptions |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -58,6 +59,7 @@ class Figures:
     policy: str
     seed: int
     hit_ratio: float
+    pooled_hit_ratio: float  # of one cache as large as all of them together
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -112,7 +114,12 @@ def run(
         metrics_age_s=scenario.metrics_age_s,
         join_at=join_at,
     ).measure()
-    return figures_of(measured, set_up.name, scenario.name, policy_name, seed, rate)
+    return figures_of(measured, set_up.name, scenario.name, policy_name, seed, rate, _bound(workload, set_up))
+
+
+@lru_cache(maxsize=4)
+def _bound(workload: Workload, set_up: SetUp) -> float:
+    return workload.pooled_hit_ratio(set_up.pooled_blocks)
 
 
 def make_policy(name: str, fleet: Fleet, scenario: Scenario = PLAIN) -> Policy:
@@ -146,7 +153,9 @@ def warm_first_engine(engine: Engine, workload: Workload) -> None:
             now += duration
 
 
-def figures_of(measured: Measured, set_up: str, scenario: str, policy: str, seed: int, rate: float) -> Figures:
+def figures_of(
+    measured: Measured, set_up: str, scenario: str, policy: str, seed: int, rate: float, bound: float
+) -> Figures:
     ttft = sorted(measured.ttft_s)
     busy = measured.busy_s
     return Figures(
@@ -155,6 +164,7 @@ def figures_of(measured: Measured, set_up: str, scenario: str, policy: str, seed
         policy=policy,
         seed=seed,
         hit_ratio=measured.cached_tokens / measured.prompt_tokens,
+        pooled_hit_ratio=bound,
         ttft_mean_s=sum(ttft) / len(ttft),
         ttft_p50_s=percentile(ttft, 0.5),
         ttft_p90_s=percentile(ttft, 0.9),
