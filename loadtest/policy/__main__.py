@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +18,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from loadtest.policy.ours import NAMES
-from loadtest.policy.peers import PEERS
-from loadtest.policy.report import render
-from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run
-from loadtest.policy.setups import FULL, QUICK, SetUp
+if "--pure" not in sys.argv:
+    from loadtest.policy.compiled import use_compiled_model
+
+    use_compiled_model()
+
+from loadtest.policy.ours import NAMES  # noqa: E402
+from loadtest.policy.peers import PEERS  # noqa: E402
+from loadtest.policy.report import render  # noqa: E402
+from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run  # noqa: E402
+from loadtest.policy.setups import FULL, QUICK, SetUp  # noqa: E402
 
 POLICIES = (
     *(name for name in PEERS if name not in ("least ttft", "least loaded")),
@@ -30,6 +36,8 @@ POLICIES = (
     "kvaware",
 )
 ROBUST_POLICIES = ("round robin", "dynamo x32", "llm-d latency", "prefixaware", "kvaware")
+
+FORK = multiprocessing.get_context("fork")
 
 Task = tuple[SetUp, Scenario, str, int]
 
@@ -46,20 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part.add_argument("--scenarios", nargs="*", help=f"of: {', '.join(SCENARIOS)}")
         part.add_argument("--seeds", type=int, default=3)
         part.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-        part.add_argument("--out", type=Path, help="where each run's figures go, a line of JSON each")
+        part.add_argument("--out", type=Path, help="each run's figures, a line of JSON; runs in it are not made again")
     part = parts.add_parser("report", help="the tables of runs made before")
     part.add_argument("files", type=Path, nargs="+")
     part = parts.add_parser("find-rates", help="the rates of loadtest/policy/setups.py, anew")
     part.add_argument("--traces", type=Path, required=True)
     part.add_argument("--only", nargs="*", default=[], help="set-ups whose name starts so")
     part.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    for part in parts.choices.values():
+        part.add_argument("--pure", action="store_true", help="run the engine model from its Python source")
     options = parser.parse_args(arguments)
 
     if options.part == "report":
-        print(render([Figures(**json.loads(line)) for file in options.files for line in file.open()]))
+        print(render(_read(options.files)))
         return 0
     if options.part == "find-rates":
-        with ProcessPoolExecutor(options.jobs) as pool:
+        with ProcessPoolExecutor(options.jobs, FORK) as pool:
             wanted = [set_up for set_up in FULL if _wanted(set_up.name, options.only)]
             rates = pool.map(find_rate, wanted, [options.traces] * len(wanted))
             for set_up, rate in zip(wanted, rates, strict=True):
@@ -83,15 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for policy in policies
         for seed in range(options.seeds)
     ]
-    found: list[Figures] = []
+    found: list[Figures] = _read([options.out]) if options.out and options.out.exists() else []
+    done = {(one.set_up, one.scenario, one.policy, one.seed) for one in found}
+    tasks = [task for task in tasks if (task[0].name, task[1].name, *task[2:]) not in done]
+    made = 0
     out = options.out.open("a") if options.out else None
     try:
         for figures in _run_all(tasks, options.traces, options.jobs):
             found.append(figures)
+            made += 1
             if out is not None:
                 out.write(json.dumps(asdict(figures)) + "\n")
                 out.flush()
-            progress = f"{len(found)}/{len(tasks)} {figures.set_up}, {figures.policy}, seed {figures.seed}"
+            progress = f"{made}/{len(tasks)} {figures.set_up}, {figures.policy}, seed {figures.seed}"
             print(f"{progress}: mean TTFT {figures.ttft_mean_s:.3f} s", file=sys.stderr, flush=True)
     finally:
         if out is not None:
@@ -100,17 +114,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _read(files: Iterable[Path]) -> list[Figures]:
+    found = []
+    for file in files:
+        with file.open() as lines:
+            found += [Figures(**json.loads(line)) for line in lines]
+    return found
+
+
 def _wanted(name: str, starts: Iterable[str]) -> bool:
     starts = tuple(starts)
     return not starts or name.startswith(starts)
 
 
 def _run_all(tasks: Sequence[Task], traces: Path, jobs: int) -> Iterator[Figures]:
+    """In any order. The processes are forked, so that each has the compiled model where this one has."""
     if jobs == 1:
         for task in tasks:
             yield _run_one(task, traces)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, FORK) as pool:
         for future in as_completed([pool.submit(_run_one, task, traces) for task in tasks]):
             yield future.result()
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Stored(NamedTuple):
     """A run of consecutive blocks of one owner came into the cache."""
 
-    owner: object  # as given to `store`: whoever renders the event finds the tokens there
+    owner: Any  # as given to `store`: whoever renders the event finds the tokens there
     first: int  # position of the run's first block in the owner's sequence
     hashes: tuple[int, ...]
     parent: int | None  # hash of the block before the run, None at the root
