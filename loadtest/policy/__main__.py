@@ -23,11 +23,11 @@ if "--pure" not in sys.argv:
 
     use_compiled_model()
 
-from loadtest.policy.ours import NAMES  # noqa: E402
-from loadtest.policy.peers import PEERS  # noqa: E402
-from loadtest.policy.report import render  # noqa: E402
-from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run  # noqa: E402
-from loadtest.policy.setups import FULL, QUICK, SetUp  # noqa: E402
+from loadtest.policy.ours import NAMES
+from loadtest.policy.peers import PEERS
+from loadtest.policy.report import render
+from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run
+from loadtest.policy.setups import FULL, QUICK, SetUp
 
 POLICIES = (
     *(name for name in PEERS if name not in ("least ttft", "least loaded")),
