@@ -23,7 +23,7 @@ if "--pure" not in sys.argv:
 
     use_compiled_model()
 
-from loadtest.policy.ours import NAMES
+from loadtest.policy.ours import EXACT, NAMES
 from loadtest.policy.peers import PEERS
 from loadtest.policy.report import render
 from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run
@@ -34,6 +34,7 @@ POLICIES = (
     "leastload",
     "prefixaware",
     "kvaware",
+    EXACT,
 )
 ROBUST_POLICIES = ("round robin", "dynamo x32", "llm-d latency", "prefixaware", "kvaware")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from loadtest.policy.exact_mirror import ExactMirror
 from loadtest.policy.fleet import Fleet, Job
 from loadtest.policy.workload import BYTES_PER_TOKEN
 from router.backends.backend import Backend, EngineReport, State
@@ -14,7 +15,8 @@ from router.strategies.strategy import Choice, End, Outcome, RoutingRequest
 MODEL: Final = "model"
 MEMORY_BYTES: Final = 1 << 30
 ASSUMED_KV_TOKENS: Final = 500_000  # [index] assumed_kv_tokens
-NAMES: Final = tuple(FACTORIES)
+EXACT: Final = "prefixaware, exact"  # its placement on the engines' own caches instead of the mirror
+NAMES: Final = (*FACTORIES, EXACT)
 
 
 class Ours:
@@ -28,14 +30,15 @@ class Ours:
             for number in range(len(fleet.engines))
         ]
         self._number = {backend: number for number, backend in enumerate(self._backends)}
+        self._exact = ExactMirror(fleet) if name == EXACT else None
         self._deps = Dependencies(
             clock=fleet.clock,
             rng=fleet.rng,
-            mirror=build_index("native", MEMORY_BYTES),
+            mirror=self._exact or build_index("native", MEMORY_BYTES),
             block_bytes=fleet.block_tokens * BYTES_PER_TOKEN,
             assumed_kv_tokens=ASSUMED_KV_TOKENS,
         )
-        self._strategy = build(name, None, self._deps)
+        self._strategy = build("prefixaware" if name == EXACT else name, None, self._deps)
         self._speed_error = speed_error
         self._candidates: tuple[Backend, ...] = ()
         for number, backend in enumerate(self._backends):
@@ -44,6 +47,8 @@ class Ours:
 
     def _join(self, number: int, backend: Backend) -> None:
         self._report(number, backend)
+        if self._exact is not None:
+            self._exact.joins = number
         self._strategy.joined(backend)
         self._candidates = (*self._candidates, backend)
 
@@ -58,6 +63,8 @@ class Ours:
             prefix_bytes=arrival.prompt_tokens * BYTES_PER_TOKEN,
             session_key=arrival.session,
         )
+        if self._exact is not None:
+            self._exact.current = arrival
         choice = self._strategy.choose(request, self._candidates)
         assert choice is not None
         choice.backend.in_flight += 1
@@ -67,6 +74,8 @@ class Ours:
         return self._number[choice.backend]
 
     def first_token(self, job: Job) -> None:
+        if self._exact is not None:
+            self._exact.arrived(job)
         self._strategy.first_byte(job.mark)
 
     def finished(self, job: Job) -> None:

@@ -8,6 +8,7 @@ from math import exp, log
 from statistics import fmean
 from typing import Final
 
+from loadtest.policy.ours import EXACT
 from loadtest.policy.peers import PEERS
 from loadtest.policy.runs import PLAIN, Figures
 
@@ -82,7 +83,7 @@ def against_peers(table: dict[str, dict[str, Cell]]) -> str:
     """How ours stand to the best peer over all set-ups, to the best in each, and to round robin."""
     complete = list(table.values())
     peers = [name for name in PEERS if name != "least ttft" and all(name in cells for cells in complete)]
-    ours = [name for name in ("kvaware", "prefixaware") if all(name in cells for cells in complete)]
+    ours = [name for name in ("kvaware", "prefixaware", EXACT) if all(name in cells for cells in complete)]
     if not peers or not ours:
         return ""
     best = min(peers, key=lambda name: geometric_mean([cells[name]["ttft_mean_s"] for cells in complete]))

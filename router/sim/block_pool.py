@@ -114,6 +114,9 @@ class BlockPool:
                 return position
         return min(limit, len(hashes))
 
+    def is_cached(self, block_hash: int) -> bool:
+        return block_hash in self._cached
+
     def unheld(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` are on the free list: taking them costs as many free blocks."""
         references = self._references
