@@ -21,7 +21,7 @@ PUBLISHED := $(BUILD_INPUTS) MANIFEST.in README.md LICENSE CHANGELOG.md config.e
 	$(shell find router native -type f ! -name '*.so' ! -name '*.c' ! -path '*/__pycache__/*')
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize container package test-clients test-vllm bench clean
+.PHONY: demo test check sanitize container package test-clients test-vllm bench policy-bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvgate demo $(ARGS)
@@ -60,6 +60,12 @@ test-vllm: $(TEST_READY)
 
 bench: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" loadtest/bench/run $(ARGS)
+
+# Placement policies against traces, on simulated engines. TRACES: the folder with the traces; those of the repository
+# are small cuts, for a first look.
+TRACES ?= loadtest/policy/traces
+policy-bench: $(TEST_READY)
+	$(BIN)/python -m loadtest.policy table --traces $(TRACES) $(if $(ARGS),$(ARGS),--quick)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .ruff_cache

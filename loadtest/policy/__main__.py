@@ -27,7 +27,7 @@ from loadtest.policy.ours import EXACT, NAMES
 from loadtest.policy.peers import PEERS
 from loadtest.policy.report import render
 from loadtest.policy.runs import SCENARIOS, Figures, Scenario, find_rate, run
-from loadtest.policy.setups import FULL, QUICK, SetUp
+from loadtest.policy.setups import FULL, QUICK, SOURCES, SetUp
 
 POLICIES = (
     *(name for name in PEERS if name not in ("least ttft", "least loaded")),
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part.add_argument("--out", type=Path, help="each run's figures, a line of JSON; runs in it are not made again")
     part = parts.add_parser("report", help="the tables of runs made before")
     part.add_argument("files", type=Path, nargs="+")
+    part.add_argument("--brief", action="store_true", help="a line for each set-up instead of a table")
     part = parts.add_parser("find-rates", help="the rates of loadtest/policy/setups.py, anew")
     part.add_argument("--traces", type=Path, required=True)
     part.add_argument("--only", nargs="*", default=[], help="set-ups whose name starts so")
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     if options.part == "report":
-        print(render(_read(options.files)))
+        print(render(_read(options.files), options.brief))
         return 0
     if options.part == "find-rates":
         with ProcessPoolExecutor(options.jobs, FORK) as pool:
@@ -79,6 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     robust = options.part == "robust"
     set_ups = [s for s in (QUICK if options.quick or robust else FULL) if _wanted(s.name, options.only)]
+    missing = sorted({s.file for s in SOURCES.values() if not (options.traces / f"{s.file}.jsonl.gz").exists()})
+    if missing:
+        print(f"no trace in {options.traces}, set-ups left out: {', '.join(missing)}", file=sys.stderr)
+        set_ups = [s for s in set_ups if SOURCES[s.source].file not in missing]
+    if not set_ups:
+        parser.error("no set-up is left")
     policies = options.policies or (ROBUST_POLICIES if robust else POLICIES)
     for policy in policies:
         if policy not in PEERS and policy not in NAMES:

@@ -27,7 +27,8 @@ MEANS: Final = (
 )
 
 
-def render(found: Sequence[Figures]) -> str:
+def render(found: Sequence[Figures], brief: bool = False) -> str:
+    """`brief`: one line for each set-up instead of a table."""
     by_scenario: dict[str, dict[str, dict[str, Cell]]] = defaultdict(dict)
     runs: dict[tuple[str, str, str], list[Figures]] = defaultdict(list)
     for figures in found:
@@ -41,7 +42,7 @@ def render(found: Sequence[Figures]) -> str:
     for scenario, table in by_scenario.items():
         if len(by_scenario) > 1 or scenario != PLAIN.name:
             parts.append(f"## {scenario}")
-        parts += [summary(table), against_peers(table), *_each(table)]
+        parts += [summary(table), against_peers(table), *([matrix(table)] if brief else _each(table))]
     return "\n\n".join(parts)
 
 
@@ -117,6 +118,28 @@ def against_peers(table: dict[str, dict[str, Cell]]) -> str:
             + f" | {there[worst][0]:.2f} ({worst}, {there[worst][1]}) | {robin} |"
         )
     return "\n".join(lines)
+
+
+def matrix(table: dict[str, dict[str, Cell]]) -> str:
+    """Mean / p99 TTFT in seconds, a line for each set-up, a column for each policy; the least mean is bold."""
+    policies = list(dict.fromkeys(policy for cells in table.values() for policy in cells))
+    lines = [f"| mean / p99 TTFT, s | {' | '.join(policies)} |", "|---|" + "---:|" * len(policies)]
+    for set_up, cells in table.items():
+        least = min(cell["ttft_mean_s"] for cell in cells.values())
+        shown = []
+        for policy in policies:
+            cell = cells.get(policy)
+            if cell is None:
+                shown.append("")
+                continue
+            mean = _short(cell["ttft_mean_s"])
+            shown.append(f"{f'**{mean}**' if cell['ttft_mean_s'] == least else mean} / {_short(cell['ttft_p99_s'])}")
+        lines.append(f"| {set_up} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 30 else f"{seconds:.3g}"
 
 
 def _each(table: dict[str, dict[str, Cell]]) -> list[str]:
