@@ -7,8 +7,8 @@ A block is named by 64 bits that name everything before it as well:
                     chain = xxh3_64(token ids as u32 little endian, chain)      <- the block's hash
 
 Extras are what the engine mixes into a block beside its tokens, as UTF-8 or raw bytes: the identifiers of the
-multimodal items that overlap the block, in prompt order; the cache_salt, after them, on the first block only; digests of
-prompt embeddings. They are alike here because events tell them apart by nothing: before 0.20 an identifier stands as
+multimodal items that overlap the block, in prompt order; the cache_salt, after them, on the first block only; digests
+of prompt embeddings. They are alike here because events tell them apart by nothing: before 0.20 an identifier stands as
 bare as a salt. The offset that later releases put beside an identifier is left out, as the tokens say where an item
 lies: only two items with one placeholder that trade lengths within a block would differ by it.
 """
