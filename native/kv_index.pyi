@@ -90,7 +90,8 @@ class KvIndex:
     from the constructor and add_rank() alone: elsewhere an allocation that fails is treated as the cap.
 
     At `memory_limit_bytes` the leaves stored longest ago go first, and what is above them once it is a leaf; a leaf
-    stored again since the last turn is spared once. Whoever held them is incomplete: a match finds too little, never too much.
+    stored again since the last turn is spared once. Whoever held them is incomplete: a match finds too
+    little, never too much.
     """
 
     matched_gpu: array[int]
