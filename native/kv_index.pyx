@@ -710,7 +710,8 @@ cdef class KvIndex:
                 i += 1
             if add:
                 slots[i] = slot
-                memcpy(slots + i + 1, holders.slots + i, (holders.n - i) * sizeof(uint32_t))
+                if i < holders.n:  # memcpy takes no null pointer, and the empty set has one
+                    memcpy(slots + i + 1, holders.slots + i, (holders.n - i) * sizeof(uint32_t))
             else:
                 memcpy(slots + i, holders.slots + i + 1, (holders.n - i - 1) * sizeof(uint32_t))
             self.sets[found].hash = hash

@@ -184,8 +184,8 @@ def compare(name: str, unit: str, ours: Callable[[], float], theirs: Callable[[]
     a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
     scale, digits = (1e6, 2) if unit == "us" else (1e9, 0)
     print(
-        f"{name:34} {a * scale:9.{digits}f} {b * scale:9.{digits}f} {unit}   {statistics.median(ratios):6.1f} times as fast"
-        f" ({ratios[0]:.1f} to {ratios[-1]:.1f})"
+        f"{name:34} {a * scale:9.{digits}f} {b * scale:9.{digits}f} {unit}"
+        f"   {statistics.median(ratios):6.1f} times as fast ({ratios[0]:.1f} to {ratios[-1]:.1f})"
     )
 
 
@@ -239,7 +239,6 @@ def main() -> None:
         lambda: seconds(lambda: tree.find_matches(missing.own), 100),
     )
     print("\nbytes a block")
-    del index, tree
     more = runs(8, 400, 256)
     for holders, seeds in ((1, "one seed"), (8, "one seed"), (8, "a seed each")):
         index = KvIndex(AMPLE)
