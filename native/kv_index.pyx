@@ -99,6 +99,7 @@ cdef enum:
     EMPTY_SET = 0
     SCRATCH_KEPT = 1 << 18
     EVICT_STRIDE = 64
+    AHEAD = 16
     ORPHANS_PER_RANK = 1024
     DEAD_SLOTS_AT_MOST = 4096
     SLOT_FREE = 0
@@ -459,6 +460,10 @@ cdef class KvIndex:
         table.used = 0
         memset(slots, 0xFF, capacity * sizeof(uint32_t))
         for i in range(self.block_end):
+            # Blocks come in order, their places do not: those of later ones are fetched ahead.
+            if i + 16 < self.block_end:
+                block = block_at(self, i + 16)
+                prefetch(&slots[home_of(self, block.engine if of_keys else block.own, capacity)])
             block = block_at(self, i)
             if block.holders == ABSENT:
                 continue
@@ -1301,7 +1306,11 @@ cdef class KvIndex:
     cdef void store(self, uint32_t rank, const Event* event, Counts* counts) noexcept nogil:
         cdef uint32_t parent = ABSENT
         cdef uint32_t slot, ref, block
-        cdef uint64_t chain, own
+        cdef uint64_t chain
+        cdef uint64_t ahead[AHEAD]
+        cdef const uint8_t* after_extras[AHEAD]
+        cdef size_t ahead_begin = 0
+        cdef size_t ahead_end = 0
         cdef size_t i
         cdef int how = HOW_NEW
         cdef Reader extras
@@ -1351,8 +1360,21 @@ cdef class KvIndex:
         if parent != ABSENT:
             block_at(self, parent).children += 1  # so that nothing evicts it while its child is made
         for i in range(event.hash_count):
-            if i + 8 < event.hash_count:
-                prefetch(&self.key_table.slots[home_of(self, event.hashes[i + 8], self.key_table.capacity)])
+            if i == ahead_end:
+                # Hashes of the next blocks, as long as none is known under another one, and their places in the tables:
+                # what is fetched for one is there when its turn comes.
+                ahead_begin = i
+                while ahead_end < event.hash_count and ahead_end < i + AHEAD:
+                    if extras.p != extras.end:
+                        chain = mix_block_extras(&extras, chain, event)
+                    chain = chain_block(chain, event.tokens + ahead_end * event.block_size, event.block_size)
+                    ahead[ahead_end - i] = chain
+                    prefetch(&self.own_table.slots[home_of(self, chain, self.own_table.capacity)])
+                    prefetch(
+                        &self.key_table.slots[home_of(self, event.hashes[ahead_end], self.key_table.capacity)]
+                    )
+                    after_extras[ahead_end - i] = extras.p
+                    ahead_end += 1
             block = ABSENT
             if (
                 (self.block_free == ABSENT and self.block_end == self.block_chunk_count * <uint32_t>CHUNK)
@@ -1363,14 +1385,11 @@ cdef class KvIndex:
                 how = -1
             else:
                 ref = self.find_key(event.hashes[i], rank, ABSENT)
-                if extras.p != extras.end:
-                    chain = mix_block_extras(&extras, chain, event)
                 if ref != ABSENT:
                     how = self.hold(ref, slot)
                     block = self.block_of(ref)
                 else:
-                    own = chain_block(chain, event.tokens + i * event.block_size, event.block_size)
-                    block = self.attach(own, event.hashes[i], parent, slot, &how)
+                    block = self.attach(ahead[i - ahead_begin], event.hashes[i], parent, slot, &how)
                     if block == ABSENT:
                         how = -1
             if how < 0:
@@ -1386,7 +1405,11 @@ cdef class KvIndex:
             if parent != ABSENT:
                 block_at(self, parent).children -= 1
             parent = block
-            chain = block_at(self, block).own
+            if block_at(self, block).own != ahead[i - ahead_begin]:
+                # Known by another hash than this event makes of it: what follows hangs on that one.
+                chain = block_at(self, block).own
+                extras.p = after_extras[i - ahead_begin]
+                ahead_end = i + 1
         if parent != ABSENT:
             block_at(self, parent).children -= 1
 
