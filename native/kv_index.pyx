@@ -445,12 +445,16 @@ cdef class KvIndex:
     # --- tables of references: linear probing over 4-byte slots, at most four in five full; any number of slots ---
 
     cdef bint grow_refs(self, RefTable* table, bint of_keys) noexcept nogil:
-        # By half, and refilled from the arena in its order: 13 ns a reference, twice a reference's life.
-        cdef uint64_t capacity = table.capacity + table.capacity // 2 + 64
-        cdef uint32_t* slots = <uint32_t*>self.allocate(NULL, 0, capacity * sizeof(uint32_t), self.soft_limit())
+        # By half, and refilled from the arena in its order: 13 ns a reference, twice in a reference's life. The first
+        # takes a 2048th of the limit, so that an index of usual size grows seldom.
+        cdef uint64_t capacity = table.capacity + table.capacity // 2
+        cdef uint32_t* slots
         cdef uint32_t i
         cdef Block* block
         cdef Key* key
+        if capacity == 0:
+            capacity = min(self.limit_bytes // 8192, <uint64_t>1 << 24)
+        slots = <uint32_t*>self.allocate(NULL, 0, capacity * sizeof(uint32_t), self.soft_limit())
         if slots == NULL:
             return False
         self.release(table.slots, table.capacity * sizeof(uint32_t))
