@@ -11,7 +11,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
-    ("index", "net", "learning"),
+    ("index", "net", "learning", "kv_events"),
     ("strategies",),
     ("proxy",),
     ("control", "dashboard"),
@@ -28,6 +28,7 @@ BESIDE: dict[str, tuple[str, ...]] = {"sim": ("wire", "index", "clock")}
 MAY_IMPORT_NATIVE: dict[str, tuple[str, ...]] = {
     "wire": (),
     "index": (),
+    "kv_events": (),
     "strategies": (),
     "sim": (),
     # The end of a body is found once per chunk: both ends of the data path hold that parser itself.

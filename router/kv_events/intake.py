@@ -1,0 +1,413 @@
+"""Follows the fleet: finds each engine's KV events, subscribes to every rank, starts again after whatever broke.
+
+One task a backend asks where the events are, one task a rank holds the stream. Whoever wants to know what came of it
+asks `describe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import zmq
+
+from router.backends.backend import Backend, State
+from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Reconfigured, Registry, StateChanged
+from router.backends.vllm_metrics import BODY_LIMIT_BYTES as METRICS_LIMIT_BYTES
+from router.clock import Clock
+from router.kv_events.frame_pump import FramePump
+from router.kv_events.rank_feed import FeedState, FrameSink, HeldBytes, RankFeed
+from router.kv_events.rank_stream import RankStream, StreamEnded
+from router.kv_events.settings import ASKED_AT_ONCE, PAUSE_LIMIT_S, REPLAYS_AT_ONCE, RETRY_LIMIT_S, IntakeSettings
+from router.kv_events.sources import (
+    ANSWER_LIMIT_BYTES,
+    CURE,
+    NoSource,
+    Source,
+    configured_sources,
+    ranks_in_metrics,
+    read_sources,
+)
+from router.metrics import Metrics
+from router.tls import ClientContexts
+
+logger = logging.getLogger(__name__)
+
+SOCKETS_LIMIT: Final = 65_000  # of the ZMQ context, whose default of 1,023 ends at some 340 ranks
+
+
+class _NotNow(Exception):
+    """The engine could not be asked; the text says why."""
+
+
+class _Rank:
+    """One rank: its feed for as long as the rank is known, its stream while there is one."""
+
+    def __init__(self, feed: RankFeed) -> None:
+        self.feed = feed
+        self.source: Source | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.retry_at = float("-inf")
+        self.failures = 0
+        self.pauses = 0
+
+
+class _Follower:
+    """One backend."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.wake = asyncio.Event()
+        self.ranks: dict[int, _Rank] = {}
+        self.state = FeedState.CONNECTING  # while no rank is known
+        self.why = "not asked yet"
+        self.failures = 0
+
+
+class KvEventIntake:
+    """From `start` to `stop`, on the loop's thread. `sink` gets the batches; `on_state(backend, rank)` is called after
+    each change of a rank's state."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Clock,
+        session_factory: Callable[[], aiohttp.ClientSession],
+        sink: FrameSink,
+        settings: IntakeSettings,
+        metrics: Metrics | None = None,
+        contexts: ClientContexts | None = None,
+        on_state: Callable[[Backend, int], object] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._make_session = session_factory
+        self._sink = sink
+        self._settings = settings
+        self._metrics = metrics or Metrics()
+        self._contexts = contexts or ClientContexts()
+        self._on_state = on_state or (lambda backend, rank: None)
+        self._followers: dict[Backend, _Follower] = {}
+        self._held_bytes = HeldBytes(settings.held_bytes)
+        self._session: aiohttp.ClientSession | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._pump: FramePump | None = None
+        self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE)
+        self._asks = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._ending: set[asyncio.Task[None]] = set()
+        self._unsubscribe: Callable[[], None] | None = None
+
+    # --- life
+
+    async def start(self) -> None:
+        self._session = self._make_session()
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_LIMIT)
+        self._pump = FramePump(asyncio.get_running_loop(), self._clock)
+        self._unsubscribe = self._registry.subscribe(self._fleet_changed)
+        for backend in self._registry.backends:
+            self._follow(backend)
+
+    async def stop(self) -> None:
+        """No task, socket or timer is left. The sink's ranks are removed."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        for backend in tuple(self._followers):
+            self._leave(backend)
+        while self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._pump is not None:
+            self._pump.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def engine_restarted(self, backend: Backend) -> None:
+        """Another process answers for this backend: what its ranks held is forgotten at once, and it is asked anew."""
+        follower = self._followers.get(backend)
+        if follower is None:
+            return
+        for rank in follower.ranks.values():
+            self._end_stream(rank)
+            rank.failures = rank.pauses = 0
+            rank.retry_at = float("-inf")
+            rank.feed.malformed_in_a_row = 0
+            rank.feed.forget(FeedState.CONNECTING, "the engine restarted")
+        follower.failures = 0
+        follower.wake.set()
+
+    def describe(self, backend: Backend) -> list[dict[str, Any]]:
+        """Per rank: state, why, endpoint, sequence, last_event_age_s, gaps, resyncs, malformed, dropped, blocks.
+        One entry with rank None while no rank is known."""
+        follower = self._followers.get(backend)
+        if follower is None:
+            return []
+        if not follower.ranks:
+            return [{"rank": None, "state": follower.state.value, "why": follower.why}]
+        now = self._clock.now()
+        told = []
+        for number in sorted(follower.ranks):
+            rank = follower.ranks[number]
+            feed = rank.feed
+            age_s = now - feed.last_event_at
+            told.append(
+                {
+                    "rank": number,
+                    "state": feed.state.value,
+                    "why": feed.why,
+                    "endpoint": rank.source.endpoint if rank.source is not None else None,
+                    "sequence": feed.sequence if feed.sequence >= 0 else None,
+                    "last_event_age_s": round(age_s, 3) if age_s != float("inf") else None,
+                    "gaps": feed.gaps,
+                    "resyncs": feed.resyncs,
+                    "malformed": feed.malformed,
+                    "dropped": feed.dropped,
+                    "blocks": self._sink.blocks_of(feed.index_rank),
+                }
+            )
+        return told
+
+    # --- the fleet
+
+    def _fleet_changed(self, event: FleetEvent) -> None:
+        backend = event.backend
+        if isinstance(event, BackendAdded):
+            self._follow(backend)
+        elif isinstance(event, BackendRemoved):
+            self._leave(backend)
+        elif isinstance(event, Reconfigured) or (isinstance(event, StateChanged) and event.after is State.UP):
+            follower = self._followers.get(backend)
+            if follower is not None:
+                follower.failures = 0
+                for rank in follower.ranks.values():
+                    if not rank.pauses:  # one that sent garbage waits, however healthy its engine says it is
+                        rank.retry_at = float("-inf")
+                follower.wake.set()
+
+    def _follow(self, backend: Backend) -> None:
+        follower = self._followers[backend] = _Follower()
+        if self._settings.configured(backend) == "off":
+            follower.state, follower.why = FeedState.OFF, 'switched off: kv_events = "off" for this backend'
+            return
+        follower.task = asyncio.create_task(self._rounds(backend, follower), name=f"kv events {backend.name}")
+
+    def _leave(self, backend: Backend) -> None:
+        follower = self._followers.pop(backend, None)
+        if follower is None:
+            return
+        if follower.task is not None:
+            self._end_task(follower.task)
+        for rank in follower.ranks.values():
+            self._drop_rank(rank)
+
+    def _drop_rank(self, rank: _Rank) -> None:
+        self._end_stream(rank)
+        rank.feed.forget(FeedState.OFF, "the engine has this rank no more")
+        self._sink.remove(rank.feed.index_rank)
+
+    def _end_stream(self, rank: _Rank) -> None:
+        if rank.task is not None:
+            self._end_task(rank.task)
+            rank.task = None
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
+
+    # --- one backend
+
+    async def _rounds(self, backend: Backend, follower: _Follower) -> None:
+        while True:
+            follower.wake.clear()
+            pause_s: float | None = None
+            try:
+                async with self._asks:
+                    sources = await self._ask(backend)
+                follower.failures = 0
+                await self._connect(backend, follower, sources)
+            except NoSource as reason:
+                self._switch_off(follower, str(reason))
+            except _NotNow as failure:
+                pause_s = min(self._settings.retry_s * 2.0**follower.failures, RETRY_LIMIT_S)
+                follower.failures = min(follower.failures + 1, 16)
+                follower.why = str(failure)
+            due = [r.retry_at for r in follower.ranks.values() if r.task is None and r.source is not None]
+            if pause_s is None and due:
+                pause_s = max(min(due) - self._clock.now(), 0.0)
+            await self._pause(follower.wake, pause_s)
+
+    def _switch_off(self, follower: _Follower, why: str) -> None:
+        if follower.why != why:
+            logger.warning("KV events are off: %s", why)
+        follower.state, follower.why = FeedState.OFF, why
+        for rank in follower.ranks.values():
+            self._drop_rank(rank)
+        follower.ranks.clear()
+
+    async def _connect(self, backend: Backend, follower: _Follower, sources: dict[int, Source | NoSource]) -> None:
+        for number in [number for number in follower.ranks if number not in sources]:
+            self._drop_rank(follower.ranks.pop(number))
+        now = self._clock.now()
+        for number, source in sources.items():
+            rank = follower.ranks.get(number)
+            if rank is None:
+                rank = follower.ranks[number] = self._new_rank(backend, number, len(sources))
+            if isinstance(source, NoSource):
+                self._end_stream(rank)
+                rank.source = None
+                rank.feed.forget(FeedState.OFF, str(source))
+                continue
+            if rank.task is not None and rank.source == source:
+                continue
+            if rank.source is not None and rank.source.endpoint != source.endpoint:
+                self._end_stream(rank)
+                rank.feed.forget(FeedState.CONNECTING, "the engine publishes elsewhere than before")
+            rank.source = source
+            if rank.retry_at > now:
+                continue
+            self._end_stream(rank)
+            rank.task = asyncio.create_task(
+                self._stream(follower, rank, await self._addressed(source)), name=f"kv events {backend.name}/{number}"
+            )
+
+    def _new_rank(self, backend: Backend, number: int, ranks: int) -> _Rank:
+        def capacity() -> int | None:
+            blocks = backend.report.num_gpu_blocks  # of all ranks together
+            return None if blocks is None else max(blocks // ranks, 1)
+
+        return _Rank(
+            RankFeed(
+                backend.name,
+                self._sink.add_rank(backend.name, number),
+                self._sink,
+                self._clock,
+                self._settings,
+                self._metrics,
+                self._held_bytes,
+                capacity,
+                lambda: self._on_state(backend, number),
+            )
+        )
+
+    async def _stream(self, follower: _Follower, rank: _Rank, source: Source) -> None:
+        assert self._context is not None
+        assert self._pump is not None
+        feed, settings = rank.feed, self._settings
+        stream = RankStream(
+            asyncio.get_running_loop(),
+            self._clock,
+            self._context,
+            self._pump,
+            self._replays,
+            feed,
+            source,
+            settings,
+        )
+        try:
+            await stream.run()
+        except StreamEnded as end:
+            why, hostile = str(end), end.hostile
+        except Exception:
+            logger.exception("the KV event stream of %s failed", feed.backend)
+            why, hostile = "a fault of the gateway, see its log", False
+        now = self._clock.now()
+        if hostile:
+            pause_s = min(settings.malformed_pause_s * 2.0**rank.pauses, PAUSE_LIMIT_S)
+            rank.pauses = min(rank.pauses + 1, 16)
+            feed.malformed_in_a_row = 0
+            logger.warning("KV events of %s are off for %g s: %s", feed.backend, pause_s, why)
+            feed.forget(FeedState.OFF, f"malformed: {why}; asked again after a pause")
+        else:
+            if stream.frames:
+                rank.failures = rank.pauses = 0
+            pause_s = min(settings.retry_s * 2.0**rank.failures, RETRY_LIMIT_S)
+            rank.failures = min(rank.failures + 1, 16)
+            feed.disconnected(why)
+        rank.retry_at = now + pause_s
+        rank.task = None
+        follower.wake.set()
+
+    # --- questions
+
+    async def _ask(self, backend: Backend) -> dict[int, Source | NoSource]:
+        """NoSource: the engine has none, and says so. _NotNow: it could not be asked."""
+        configured = self._settings.configured(backend)
+        status, body = await self._get(backend, "/kv_event_sources", ANSWER_LIMIT_BYTES)
+        if status == 200 and (configured == "auto" or body.strip() != b"{}"):
+            return read_sources(body, backend.host)
+        if status in (401, 403):
+            raise NoSource(f"/kv_event_sources answers {status}: give this backend an api_key_env")
+        if status not in (200, 404, 405, 501):
+            raise _NotNow(f"/kv_event_sources answers {status}")
+        if configured == "auto":
+            raise NoSource(
+                f"the engine does not tell where its KV events are (/kv_event_sources came with vLLM 0.31): {CURE} "
+                'and set kv_events = "tcp://host:5557" for this backend'
+            )
+        _, metrics = await self._get(backend, "/metrics", METRICS_LIMIT_BYTES)
+        return configured_sources(configured, ranks_in_metrics(metrics))
+
+    async def _get(self, backend: Backend, path: str, limit_bytes: int) -> tuple[int, bytes]:
+        assert self._session is not None
+        headers = {"Authorization": f"Bearer {backend.api_key}"} if backend.api_key else None
+        try:
+            tls = self._contexts.of(backend.tls_ca, backend.tls_verify) if backend.url.startswith("https:") else True
+            async with asyncio.timeout(None) as limit:
+                timer = self._clock.call_later(self._settings.ask_timeout_s, limit.reschedule, 0)
+                try:
+                    async with self._session.get(
+                        backend.url + path, headers=headers, allow_redirects=False, ssl=tls
+                    ) as response:
+                        content = bytearray()
+                        async for part in response.content.iter_any():
+                            content += part
+                            if len(content) > limit_bytes:
+                                raise _NotNow(f"{path} answers with more than {limit_bytes} bytes")
+                        return response.status, bytes(content)
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            raise _NotNow(f"{path} does not answer within {self._settings.ask_timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _NotNow(f"{path} fails: {type(error).__name__}") from None
+
+    async def _addressed(self, source: Source) -> Source:
+        """The same with addresses for names: ZMQ would look them up in its only I/O thread."""
+        replay = source.replay_endpoint
+        return dataclasses.replace(
+            source,
+            endpoint=await self._address(source.endpoint),
+            replay_endpoint=None if replay is None else await self._address(replay),
+        )
+
+    async def _address(self, endpoint: str) -> str:
+        if not endpoint.startswith("tcp://"):
+            return endpoint
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname or "", parts.port or 0
+        if ":" in host or host.replace(".", "").isdigit():
+            return endpoint
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port)
+        except OSError as error:
+            raise _NotNow(f"{host} has no address: {error.strerror or type(error).__name__}") from None
+        address = str(found[0][4][0])
+        return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+    async def _pause(self, wake: asyncio.Event, delay_s: float | None) -> None:
+        timer = None if delay_s is None else self._clock.call_later(delay_s, wake.set)
+        with contextlib.ExitStack() as stack:
+            if timer is not None:
+                stack.callback(timer.cancel)
+            await wake.wait()
