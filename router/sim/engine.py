@@ -31,13 +31,19 @@ class SimEngine:
         loop: asyncio.AbstractEventLoop,
         wall_time: Callable[[], float],
         deliver: Callable[[Sequence[Output]], None],
+        lose_events: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.sleep_level = 0  # 0: awake
         self.publisher: KVPublisher | None = None
         if config.kv_events is not None:
             self.publisher = KVPublisher(
-                config.kv_events, config.engine.block_size, loop, wall_time, lambda request: request.payload
+                config.kv_events,
+                config.engine.block_size,
+                loop,
+                wall_time,
+                lambda request: request.payload,
+                lose_events,
             )
         self._clock = clock
         self._loop = loop

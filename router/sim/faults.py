@@ -30,6 +30,7 @@ class FaultKind(StrEnum):
     BAD_MODELS = "bad-models"  # garbage, empty, error or hang
     UNHEALTHY = "unhealthy"  # true: /health is 503
     ENGINE_DEAD = "engine-dead"  # true: as after the death of the engine core: 500, streams end with an error
+    LOSE_KV_EVENTS = "lose-kv-events"  # true: a batch of KV events is not sent, only kept for replay; once per count
     COLD_RESTART = "cold-restart"  # true: once; empty cache, counters and KV event sequence from 0, no event about it
 
 
@@ -42,6 +43,7 @@ _FLAGS = {
     FaultKind.UNHEALTHY,
     FaultKind.ENGINE_DEAD,
     FaultKind.COLD_RESTART,
+    FaultKind.LOSE_KV_EVENTS,
 }
 _SECONDS = {FaultKind.DRIP, FaultKind.SLOW_METRICS}
 CUTS = (

@@ -83,7 +83,9 @@ class KVPublisher:
         loop: asyncio.AbstractEventLoop,
         wall_time: Callable[[], float],
         owner_of: Callable[[Any], Sequenced],
+        lose: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._lose = lose  # asked per batch: True keeps it from subscribers, as a full queue does
         self.config = config
         self.sequence = 0
         self._block_size = block_size
@@ -132,6 +134,8 @@ class KVPublisher:
         frames = (self._topic, self.sequence.to_bytes(8, "big"), payload)
         self._ring.append((self.sequence, payload))
         self.sequence += 1
+        if self._lose():
+            return
         try:
             self._publisher.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

@@ -45,7 +45,14 @@ class SimServer:
         self._inference = Inference(
             config, self.clock, wall_time, self.faults, self._adapters, self.observations, identities
         )
-        self.engine = SimEngine(config, self.clock, loop, wall_time, self._inference.deliver)
+        self.engine = SimEngine(
+            config,
+            self.clock,
+            loop,
+            wall_time,
+            self._inference.deliver,
+            lambda: self.faults.take(FaultKind.LOSE_KV_EVENTS) is not None,
+        )
         self._inference.attach(self.engine)
         self._routes = Routes(
             config, self.clock, wall_time, self.faults, self._adapters, self.engine, self._inference, identities
