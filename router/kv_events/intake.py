@@ -72,7 +72,7 @@ class _Follower:
 
 class KvEventIntake:
     """From `start` to `stop`, on the loop's thread. `sink` gets the batches; `on_state(backend, rank)` is called after
-    each change of a rank's state."""
+    each change of a rank's state, with rank None where the backend as a whole has no events."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KvEventIntake:
         settings: IntakeSettings,
         metrics: Metrics | None = None,
         contexts: ClientContexts | None = None,
-        on_state: Callable[[Backend, int], object] | None = None,
+        on_state: Callable[[Backend, int | None], object] | None = None,
     ) -> None:
         self._registry = registry
         self._clock = clock
@@ -238,6 +238,7 @@ class KvEventIntake:
                 await self._connect(backend, follower, sources)
             except NoSource as reason:
                 self._switch_off(follower, str(reason))
+                self._on_state(backend, None)
             except _NotNow as failure:
                 pause_s = min(self._settings.retry_s * 2.0**follower.failures, RETRY_LIMIT_S)
                 follower.failures = min(follower.failures + 1, 16)

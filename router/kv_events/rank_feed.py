@@ -170,7 +170,8 @@ class RankFeed:
             self._hold(sequence, payload)
         elif self._next is None:
             if sequence == 0 and self.sequence < 0:
-                self._complete = True  # its history begins here
+                self._complete, self._lack = True, ""  # its history begins here
+                self._settle()
             self._apply(sequence, payload)
         elif sequence == self._next:
             self._apply(sequence, payload)

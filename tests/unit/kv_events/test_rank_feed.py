@@ -260,6 +260,13 @@ def test_without_replay_it_is_incomplete_unless_it_sees_the_first_batch() -> Non
     assert rig.feed.state is FeedState.LIVE
 
 
+def test_without_replay_the_first_batch_of_all_makes_it_complete() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine, can_replay=False)
+    rig.feed.live(*engine.batch())
+    assert (rig.feed.state, rig.feed.why) == (FeedState.LIVE, "")
+
+
 def test_a_malformed_batch_forgets_the_rank() -> None:
     rig, engine = Rig(), Engine()
     rig.join(engine)
