@@ -11,7 +11,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
-    ("index", "net", "learning", "kv_events"),
+    ("index", "net", "learning", "kv_events", "tokens"),
     ("strategies",),
     ("proxy",),
     ("control", "dashboard"),

@@ -1,0 +1,424 @@
+"""The one to ask: for each model, where its tokens come from, and whether that can be trusted.
+
+A model's way is found once: `local` reads the folder in a thread, is compared with an engine's /tokenize (self_test.py)
+and then serves, or is off with the difference named; `engine` asks the engines for every request; `auto` takes local
+where a folder is known and agrees with the engines, and the engines otherwise. A question never waits longer than its
+deadline, and what is full or late is answered with the word for it: routing then goes on without tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from router.backends.backend import Backend
+from router.clock import Clock, TimerHandle
+from router.metrics import Histogram
+from router.tokens import self_test
+from router.tokens.answers import Answer, NoTokens, Refused, TokenIds, Why
+from router.tokens.engine import EngineTokenizer, NoTokenizeRoute, Post, engine_question, read_answer
+from router.tokens.model_folder import BadFolder, is_model_folder, read_model_folder
+from router.tokens.offload import Job, Offload
+from router.tokens.question import ChatPrompt, GivenIds, Prompt, TextPrompt, read_prompt
+from router.tokens.segment_cache import SegmentCache
+
+if TYPE_CHECKING:
+    from router.tokens.local import LocalTokenizer
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S: Final = 2.0
+LONGEST_RETRY_S: Final = 60.0
+WAIT_BUCKETS: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+# Models that engines render by their own code, and for /tokenize by the template: the ids there are not the prompt's.
+_HARMONY: Final = ("gpt-oss", "gpt_oss")
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSettings:
+    """`tokenization`: auto | local | engine | off. `folder` is for every model that `folders` does not name."""
+
+    tokenization: str = "auto"
+    folder: str | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 2
+    queue_limit: int = 64  # requests that wait for a thread or run in one
+    queue_bytes: int = 64 * 1024 * 1024  # of their bodies
+    body_limit_bytes: int = 16 * 1024 * 1024
+    text_limit_chars: int = 8 * 1024 * 1024
+    template_time_limit_s: float = 2.0
+    cache_bytes: int = 64 * 1024 * 1024
+    engine_time_limit_s: float = 1.0
+    engine_limit: int = 8  # questions to /tokenize that are open at a time
+    model_limit: int = 64  # models that are followed; each tokenizer takes 20 to 100 MB
+    sample_every: int = 1_000
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    TESTING = "testing"
+    LOCAL = "local"
+    ENGINE = "engine"
+    OFF = "off"
+
+
+class _Model:
+    __slots__ = ("detail", "folder", "local", "name", "phase", "retry_s", "root", "space", "task", "timer", "verdict")
+
+    def __init__(self, name: str, root: str, folder: str | None, space: int) -> None:
+        self.name = name
+        self.root = root
+        self.folder = folder
+        self.space = space  # in the cache, for answers of engines
+        self.phase = Phase.OFF
+        self.detail = ""
+        self.local: LocalTokenizer | None = None
+        self.verdict: self_test.Verdict | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.timer: TimerHandle | None = None
+        self.retry_s = FIRST_RETRY_S
+
+    def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            self.task = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Question:
+    """One request that waits for its ids. `answer` is set if it was known at once: `done` is then never called."""
+
+    __slots__ = ("_timer", "answer", "asked_at", "done", "job", "task")
+
+    def __init__(self, asked_at: float, done: Callable[[Answer], None]) -> None:
+        self.asked_at = asked_at
+        self.done = done
+        self.answer: Answer | None = None
+        self.job: Job | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._timer: TimerHandle | None = None
+
+    def wait(self, timer: TimerHandle) -> None:
+        self._timer = timer
+
+    def cancel(self) -> None:
+        """The client left: `done` is not called any more. Harmless when it was answered."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.job is not None:
+            self.job.cancel()
+            self.job = None
+        if self.task is not None:
+            self.task.cancel()
+            self.task = None
+
+
+class Tokens:
+    """Used from the loop's thread. `post` sends to one engine; `backends_of` gives the serving backends of a model."""
+
+    def __init__(
+        self,
+        settings: TokensSettings,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        post: Post,
+        backends_of: Callable[[str], Sequence[Backend]],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._loop = loop
+        self._offload = Offload(
+            loop, threads=settings.threads, queue_limit=settings.queue_limit, queue_bytes=settings.queue_bytes
+        )
+        self._engine = EngineTokenizer(
+            post, backends_of, clock, time_limit_s=settings.engine_time_limit_s, limit=settings.engine_limit
+        )
+        self._models: dict[str, _Model] = {}
+        self._closed = False
+        self.cache = SegmentCache(settings.cache_bytes)
+        self.answers: defaultdict[str, int] = defaultdict(int)  # by source, or by the word for why not
+        self.wait = Histogram(WAIT_BUCKETS)  # seconds from the question to ids
+
+    # -- models
+
+    def learn(self, model: str, root: str = "") -> None:
+        """The fleet serves this model; `root` is that of its /v1/models entry (for an adapter: its base model's).
+        Again with the same root: nothing happens. It costs the loop nothing: folders are read in a thread."""
+        known = self._models.get(model)
+        if known is not None:
+            if known.root == root:
+                return
+            self.forget(model)
+        if self._closed or len(self._models) >= self._settings.model_limit:
+            return
+        new = _Model(model, root, self._folder(model, root), self.cache.new_space())
+        self._models[model] = new
+        self._settle(new)
+
+    def forget(self, model: str) -> None:
+        gone = self._models.pop(model, None)
+        if gone is not None:
+            gone.stop()
+
+    def restarted(self, backend: Backend) -> None:
+        """It came back, perhaps with another version or template: its models are compared again."""
+        self._engine.forget_backend(backend.name)
+        for model in list(backend.models):
+            known = self._models.get(model)
+            if known is not None and known.phase is not Phase.LOADING and known.phase is not Phase.TESTING:
+                known.stop()
+                self._settle(known)
+
+    def close(self) -> None:
+        self._closed = True
+        for model in list(self._models):
+            self.forget(model)
+        self._offload.close()
+
+    def state(self, model: str) -> dict[str, Any]:
+        """For GET /backends: `source` local | engine | loading | testing | off, `check` verified | mismatch |
+        unverified | pending, and why."""
+        known = self._models.get(model)
+        if known is None:
+            return {"source": Phase.OFF.value, "detail": "the model is not followed"}
+        state: dict[str, Any] = {"source": known.phase.value, "detail": known.detail}
+        if known.verdict is not None:
+            state["check"] = known.verdict.state.value
+            state["check_detail"] = known.verdict.detail
+        if known.local is not None:
+            state |= known.local.state()
+        return state
+
+    def counters(self) -> dict[str, int]:
+        """For the metrics, all of this process."""
+        return {
+            "cache_hit_tokens": self.cache.hit_tokens,
+            "cache_missed_tokens": self.cache.missed_tokens,
+            "cache_evicted": self.cache.evicted,
+            "cache_bytes": self.cache.memory_bytes(),
+            "queued": self._offload.queued,
+            "engine_open": self._engine.open,
+            "engine_failed": self._engine.failed,
+        }
+
+    def _folder(self, model: str, root: str) -> str | None:
+        configured = self._settings.folders.get(model, self._settings.folder)
+        if configured is not None:
+            return configured
+        return root if root.startswith("/") else None
+
+    def _settle(self, model: _Model) -> None:
+        """Find the way for a model, anew."""
+        mode = self._settings.tokenization
+        model.local = model.verdict = None
+        model.detail = ""
+        if mode == "off":
+            self._off(model, "tokenization is off")
+        elif any(word in f"{model.name} {model.root}".lower() for word in _HARMONY):
+            self._off(model, "engines build this model's prompts by their own code, and /tokenize does not")
+        elif mode == "engine":
+            model.phase = Phase.ENGINE
+        elif model.folder is None:
+            if mode == "local":
+                self._off(model, "no folder with its tokenizer is known: set routing.kvaware.tokenizer")
+            else:
+                model.phase, model.detail = Phase.ENGINE, "no folder with its tokenizer is known"
+        else:
+            model.phase = Phase.LOADING
+            model.task = self._start(self._load(model, model.folder))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._loop.create_task(work)
+
+    def _off(self, model: _Model, why: str) -> None:
+        model.phase, model.detail = Phase.OFF, why
+
+    async def _load(self, model: _Model, folder: str) -> None:
+        configured = folder != model.root
+        try:
+            loaded = await self._in_thread(partial(_load_local, folder, configured, self.cache, self._settings), 0)
+        except (BadFolder, ImportError) as error:
+            why = str(error)
+            if isinstance(error, ImportError):
+                why = "tokenizing here needs the packages of kvgate[tokenizers]"
+            self._give_up_local(model, why, loudly=configured)
+            return
+        except Refused as refused:  # the threads are busy
+            model.detail = refused.detail
+            self._later(model, partial(self._settle, model))
+            return
+        model.local = loaded
+        await self._test(model)
+
+    def _give_up_local(self, model: _Model, why: str, *, loudly: bool) -> None:
+        if loudly:
+            log.error("local tokenizing is off for model %r: %s", model.name, why)
+        if self._settings.tokenization == "auto":
+            model.phase, model.detail = Phase.ENGINE, f"local: {why}"
+        else:
+            self._off(model, why)
+
+    async def _test(self, model: _Model) -> None:
+        local = model.local
+        assert local is not None
+        model.phase = Phase.TESTING
+
+        async def ours(prompt: ChatPrompt | TextPrompt) -> array[int]:
+            ids: TokenIds = await self._in_thread(partial(local.tokenize, prompt), 0)
+            return ids.ids
+
+        async def engines(prompt: ChatPrompt | TextPrompt) -> array[int]:
+            return read_answer(await self._engine.ask(model.name, engine_question(model.name, prompt)))
+
+        verdict = await self_test.compare(ours, engines)
+        model.verdict = verdict
+        if verdict.state is self_test.State.PENDING:
+            self._later(model, lambda: setattr(model, "task", self._start(self._test(model))))
+            return
+        model.retry_s = FIRST_RETRY_S
+        if verdict.state is self_test.State.MISMATCH:
+            model.local = None
+            self._give_up_local(model, verdict.detail, loudly=True)
+            return
+        model.phase, model.detail = Phase.LOCAL, ""
+        if verdict.state is self_test.State.UNVERIFIED:
+            log.warning("local tokenizing of model %r is not verified: %s", model.name, verdict.detail)
+
+    def _later(self, model: _Model, again: Callable[[], None]) -> None:
+        model.timer = self._clock.call_later(model.retry_s, again)
+        model.retry_s = min(model.retry_s * 2, LONGEST_RETRY_S)
+
+    async def _in_thread(self, work: Callable[[], Any], size: int) -> Any:
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def done(result: Any) -> None:
+            if future.done():
+                return
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        job = self._offload.submit(work, size, done)
+        if job is None:
+            raise Refused(Why.BUSY, "too many prompts wait for a thread")
+        try:
+            return await future
+        except asyncio.CancelledError:
+            job.cancel()
+            raise
+
+    # -- questions
+
+    def ask(self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]) -> Question:
+        """The ids of this request's prompt. `deadline` is an instant of the clock; `done` is called on the loop, once,
+        not later than that, unless the answer was there at once (Question.answer) or the question was cancelled."""
+        now = self._clock.now()
+        question = Question(now, done)
+        known = self._models.get(model)
+        if known is None or known.phase is Phase.OFF:
+            return self._at_once(question, Why.OFF, "no tokens for this model")
+        if known.phase is Phase.LOADING or known.phase is Phase.TESTING:
+            return self._at_once(question, Why.STARTING, "the model's tokenizer is not ready")
+        if len(body) > self._settings.body_limit_bytes:
+            return self._at_once(question, Why.TOO_BIG, "the body is too long to be tokenized")
+        if now >= deadline:
+            return self._at_once(question, Why.LATE, "the deadline is over")
+        if known.phase is Phase.LOCAL:
+            assert known.local is not None
+            work: Callable[[], Any] = partial(_answer, known.local, path, body)
+        else:
+            work = partial(_engine_prompt, known.name, path, body)
+        question.job = self._offload.submit(work, len(body), partial(self._worked, question, known))
+        if question.job is None:
+            return self._at_once(question, Why.BUSY, "too many prompts wait for a thread")
+        question.wait(self._clock.call_later(deadline - now, self._late, question))
+        return question
+
+    def _at_once(self, question: Question, why: Why, detail: str) -> Question:
+        self.answers[why] += 1
+        question.answer = NoTokens(why, detail)
+        return question
+
+    def _finish(self, question: Question, answer: Answer) -> None:
+        if isinstance(answer, TokenIds):
+            self.answers[answer.source] += 1
+            self.wait.observe(self._clock.now() - question.asked_at)
+        else:
+            self.answers[answer.why] += 1
+        question.task = None  # it may be the one that runs this
+        question.cancel()
+        question.done(answer)
+
+    def _late(self, question: Question) -> None:
+        task = question.task
+        self._finish(question, NoTokens(Why.LATE, "not within the deadline"))
+        if task is not None:
+            task.cancel()
+
+    def _worked(self, question: Question, model: _Model, result: Any) -> None:
+        question.job = None
+        if isinstance(result, TokenIds | NoTokens):
+            self._finish(question, result)
+        elif isinstance(result, bytes):
+            question.task = self._start(self._ask_engine(question, model, result))
+        else:  # a defect of ours: said with its place, and no request fails for it
+            log.error("tokenizing failed", exc_info=result if isinstance(result, Exception) else None)
+            self._finish(question, NoTokens(Why.OFF, "tokenizing failed here"))
+
+    async def _ask_engine(self, question: Question, model: _Model, body: bytes) -> None:
+        self._finish(question, await self._engine_answer(model, body))
+
+    async def _engine_answer(self, model: _Model, body: bytes) -> Answer:
+        key = self.cache.key(model.space, body)
+        (kept,) = self.cache.find([key])
+        if kept is not None:
+            return TokenIds(kept, "engine", len(kept))
+        try:
+            answer = await self._engine.ask(model.name, body)
+            ids: array[int] = await self._in_thread(partial(read_answer, answer), len(answer))
+        except NoTokenizeRoute:
+            return NoTokens(Why.ENGINE, "the engines have no /tokenize")
+        except Refused as refused:
+            return refused.answer()
+        self.cache.keep([(key, ids)])
+        return TokenIds(ids, "engine")
+
+
+def _load_local(folder: str, configured: bool, cache: SegmentCache, settings: TokensSettings) -> LocalTokenizer:
+    from router.tokens.local import LocalTokenizer
+
+    if not configured and not is_model_folder(folder):
+        raise BadFolder("the engine's root is no folder of this machine with a tokenizer.json")
+    return LocalTokenizer(
+        read_model_folder(folder),
+        cache,
+        max_chars=settings.text_limit_chars,
+        time_limit_s=settings.template_time_limit_s,
+        sample_every=settings.sample_every,
+    )
+
+
+def _answer(local: LocalTokenizer, path: str, body: bytes) -> Answer:
+    try:
+        return local.tokenize(read_prompt(path, body))
+    except Refused as refused:
+        return refused.answer()
+
+
+def _engine_prompt(model: str, path: str, body: bytes) -> Answer | bytes:
+    try:
+        prompt: Prompt = read_prompt(path, body)
+        return TokenIds(prompt.ids, "given") if isinstance(prompt, GivenIds) else engine_question(model, prompt)
+    except Refused as refused:
+        return refused.answer()
