@@ -29,8 +29,13 @@ _TEXT_PARTS: Final = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# Keys of a part that no schema of an engine keeps; clients put them there for other APIs.
-_IGNORED_PART_KEYS: Final = frozenset({"type", "text", "refusal", "thinking", "cache_control", "annotations"})
+# Fields of other kinds of parts: in a text part they would make it one, or be dropped.
+_MEDIA_KEYS: Final = frozenset(
+    {"image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url", "video_embeds"}
+    | {"prompt_embeds", "data", "file", "tool_reference", "name", "detail", "closed"}
+    | {"text", "refusal", "thinking"}
+)
+_ROLES_WITH_CONTENT: Final = frozenset({"system", "developer", "user", "tool"})
 _BILLING_HEADER: Final = "x-anthropic-billing-header"  # newer engines cut such a line out of system messages
 # Arguments of the rendering itself: as template arguments they would mean something else.
 _RESERVED_ARGUMENTS: Final = frozenset(
@@ -129,7 +134,7 @@ def _chat(request: dict[str, Any]) -> ChatPrompt:
         raise Refused(Why.UNCERTAIN, "the request brings its own chat template")
     add_generation_prompt = _flag(request, "add_generation_prompt", True)
     continue_final_message = _flag(request, "continue_final_message", False)
-    if continue_final_message and request.get("add_generation_prompt"):
+    if continue_final_message and add_generation_prompt:  # its default counts too
         raise Refused(Why.SHAPE, "continue_final_message beside add_generation_prompt")
     return ChatPrompt(
         messages=[_checked_message(message) for message in messages],
@@ -199,6 +204,8 @@ def _checked_message(message: object) -> dict[str, Any]:
         if message.get("reasoning") is None and reasoning is not None:
             message["reasoning"] = reasoning
     role, content = message["role"], message.get("content")
+    if content is None and role in _ROLES_WITH_CONTENT:
+        raise Refused(Why.SHAPE, "a message without content")
     if content is not None and not isinstance(content, str | list):
         raise Refused(Why.SHAPE, "a content that is neither text nor parts")
     if role == "developer" and message.get("tools") is not None:
@@ -229,8 +236,8 @@ def _texts(content: str | list[Any] | None) -> list[str]:
         key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if key is None or part.get("uuid") is not None:
             raise Refused(Why.MEDIA, "a content part that is not text")
-        if not part.keys() <= _IGNORED_PART_KEYS:
-            raise Refused(Why.UNCERTAIN, "a content part with further fields")
+        if not _MEDIA_KEYS.isdisjoint(part.keys() - {key}):
+            raise Refused(Why.UNCERTAIN, "a text part with fields of another kind")
         text = part.get(key)
         if text is None and kind in ("text", "refusal"):
             continue  # as engines do
@@ -240,12 +247,24 @@ def _texts(content: str | list[Any] | None) -> list[str]:
     return texts
 
 
+def _parts(content: str | list[Any] | None) -> list[dict[str, Any]]:
+    """For a template that goes through them; what a client added to a part stays with it."""
+    rendered = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, str):
+            rendered.append({"type": "text", "text": part})
+        elif part is not None and (text := part.get(_TEXT_PARTS[part["type"]])) is not None:
+            added = {key: value for key, value in part.items() if key not in ("type", *_MEDIA_KEYS)}
+            rendered.append({"type": "text", "text": text, **added})
+    return rendered
+
+
 def _message(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
     role = message["role"]
     texts = _texts(message.get("content"))
     rendered: dict[str, Any] = {"role": role}
     if parts and role != "tool":
-        rendered["content"] = [{"type": "text", "text": text} for text in texts]
+        rendered["content"] = _parts(message.get("content"))
     else:
         rendered["content"] = "\n".join(texts)  # a tool's answer is always printed as one string
     if role == "assistant":
@@ -268,7 +287,7 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
     """In the order of the schema, which is the order that a template prints; arguments as an object."""
     if not isinstance(calls, list):
         raise Refused(Why.SHAPE, "tool_calls is not a list")
-    ordered = []
+    ordered: list[dict[str, Any]] = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
@@ -286,8 +305,10 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
                 raise Refused(Why.UNCERTAIN, "tool-call arguments that are not JSON") from None
             if not isinstance(arguments, dict):
                 raise Refused(Why.UNCERTAIN, "tool-call arguments that are no object")
-        entry = {"id": call["id"], "function": {"arguments": arguments, "name": function["name"]}}
+        entry: dict[str, Any] = {"id": call["id"], "function": {"arguments": arguments, "name": function["name"]}}
         if "type" in call:
             entry["type"] = "function"
+        entry["function"] |= {key: value for key, value in function.items() if key not in entry["function"]}
+        entry |= {key: value for key, value in call.items() if key not in entry}  # such as the index of a streamed one
         ordered.append(entry)
     return ordered
