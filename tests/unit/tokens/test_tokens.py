@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from array import array
+
+import pytest
+import pytest_asyncio
+
+from router.backends.backend import Backend
+from router.clock import VirtualClock
+from router.tokens.answers import NoTokens, TokenIds, Why
+from router.tokens.local import LocalTokenizer
+from router.tokens.model_folder import read_model_folder
+from router.tokens.question import CHAT_PATH, COMPLETIONS_PATH, ChatPrompt, TextPrompt, read_prompt
+from router.tokens.segment_cache import SegmentCache
+from router.tokens.tokens import Tokens, TokensSettings
+from tests.support.tokenizer_folders import write_folder
+
+pytestmark = pytest.mark.asyncio
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "The quick brown fox"}]}).encode()
+
+
+class Engine:
+    """What an engine with this folder answers to /tokenize; `skew` is added to every id."""
+
+    def __init__(self, folder):
+        self.local = LocalTokenizer(read_model_folder(str(folder)), SegmentCache(1 << 20))
+        self.skew = 0
+        self.status = 200
+        self.questions = []
+        self.gate = None
+
+    async def post(self, backend, path, body, time_limit_s):
+        assert path == "/tokenize"
+        self.questions.append(json.loads(body))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.status != 200:
+            return self.status, b'{"detail":"Not Found"}'
+        question = self.questions[-1]
+        assert question["model"] == "m"
+        prompt = read_prompt(CHAT_PATH if "messages" in question else COMPLETIONS_PATH, body)
+        ids = [token + self.skew for token in self.local.tokenize(prompt).ids]
+        return 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
+
+
+class World:
+    def __init__(self, folder):
+        self.folder = str(folder)
+        self.engine = Engine(folder)
+        self.backend = Backend("b", "http://b:1", "b", 1, models={"m": {}})
+        self.clock = VirtualClock()
+        self.made = []
+
+    def tokens(self, **settings):
+        loop = asyncio.get_running_loop()
+        made = Tokens(TokensSettings(**settings), self.clock, loop, self.engine.post, lambda model: [self.backend])
+        self.made.append(made)
+        return made
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path):
+    made = World(write_folder(tmp_path / "model"))
+    yield made
+    for tokens in made.made:
+        tokens.close()
+
+
+async def until(condition):
+    """Let the loop and the threads go on until it holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - threads set no event of the loop's
+            await asyncio.sleep(0)
+
+
+async def settled(tokens, *sources):
+    await until(lambda: tokens.state("m")["source"] in sources)
+    return tokens.state("m")
+
+
+async def ask(tokens, body=CHAT, path=CHAT_PATH, deadline=None):
+    future = asyncio.get_running_loop().create_future()
+    question = tokens.ask("m", path, body, tokens._clock.now() + 5 if deadline is None else deadline, future.set_result)
+    if question.answer is not None:
+        return question.answer
+    async with asyncio.timeout(20):
+        return await future
+
+
+def ids_of(world, prompt=None):
+    return world.engine.local.tokenize(
+        prompt or ChatPrompt([{"role": "user", "content": "The quick brown fox"}], None)
+    ).ids
+
+
+# -- the way for a model
+
+
+async def test_a_verified_folder_serves(world):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    state = await settled(tokens, "local")
+    assert (state["check"], state["check_detail"]) == ("verified", "6 of 6 samples equal the engine's ids")
+    asked = len(world.engine.questions)
+    assert await ask(tokens) == TokenIds(ids_of(world), "local")
+    assert len(world.engine.questions) == asked
+
+
+async def test_an_engines_root_serves_where_it_is_a_folder_of_this_machine(world):
+    tokens = world.tokens()
+    tokens.learn("m", world.folder)
+    assert (await settled(tokens, "local"))["folder"] == world.folder
+
+
+async def test_a_folder_for_one_model_wins_over_the_one_for_all(world):
+    tokens = world.tokens(folder="/nowhere", folders={"m": world.folder})
+    tokens.learn("m")
+    await settled(tokens, "local")
+
+
+async def test_a_mismatch_names_the_difference_and_turns_to_the_engine(world, caplog):
+    world.engine.skew = 1
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    state = await settled(tokens, "engine")
+    assert state["check"] == "mismatch"
+    first = world.engine.local.tokenize(ChatPrompt([{"role": "user", "content": "x"}], None)).ids[0]
+    assert state["check_detail"] == f"sample 'plain': token 0 is {first} here and {first + 1} in the engine"
+    assert "local tokenizing is off for model 'm'" in caplog.text
+    assert (await ask(tokens)).source == "engine"
+
+
+async def test_a_mismatch_where_only_local_is_wanted_turns_tokens_off(world):
+    world.engine.skew = 1
+    tokens = world.tokens(tokenization="local", folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "off")
+    assert (await ask(tokens)).why is Why.OFF
+
+
+async def test_engines_without_the_route_leave_local_unverified(world, caplog):
+    world.engine.status = 404
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    state = await settled(tokens, "local")
+    assert state["check"] == "unverified"
+    assert "is not verified" in caplog.text
+    assert (await ask(tokens)).ids == ids_of(world)
+
+
+async def test_an_engine_that_cannot_be_asked_now_is_asked_again(world):
+    world.engine.status = 503
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await until(lambda: tokens.state("m").get("check") == "pending")
+    assert (await ask(tokens)).why is Why.STARTING
+    world.engine.status = 200
+    world.clock.advance(2.0)
+    await settled(tokens, "local")
+
+
+async def test_a_bad_folder_turns_to_the_engine_and_says_why(world, caplog):
+    tokens = world.tokens(folder="/nowhere")
+    tokens.learn("m")
+    assert (await settled(tokens, "engine"))["detail"] == "local: not a folder"
+    assert "not a folder" in caplog.text
+
+
+@pytest.mark.parametrize("root", ["org/model", "/nowhere", ""])
+async def test_without_a_folder_the_engine_is_asked(world, root, caplog):
+    tokens = world.tokens()
+    tokens.learn("m", root)
+    await settled(tokens, "engine")
+    assert not caplog.text, "nobody asked for a folder: nothing is wrong"
+    assert await ask(tokens) == TokenIds(ids_of(world), "engine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "root"), [({"tokenization": "off"}, ""), ({"tokenization": "local"}, ""), ({}, "openai/gpt-oss-20b")]
+)
+async def test_off_says_why(world, settings, root):
+    tokens = world.tokens(**settings)
+    tokens.learn("m", root)
+    assert tokens.state("m")["source"] == "off"
+    assert tokens.state("m")["detail"]
+    assert await ask(tokens) == NoTokens(Why.OFF, "no tokens for this model")
+
+
+async def test_a_restarted_engine_is_compared_again(world):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    world.engine.skew = 1
+    tokens.restarted(world.backend)
+    assert (await settled(tokens, "engine"))["check"] == "mismatch"
+
+
+async def test_models_are_bounded_and_forgotten(world):
+    tokens = world.tokens(tokenization="engine", model_limit=1)
+    tokens.learn("m")
+    tokens.learn("other")
+    assert tokens.state("other")["detail"] == "the model is not followed"
+    tokens.forget("m")
+    tokens.learn("other")
+    assert tokens.state("other")["source"] == "engine"
+
+
+# -- questions
+
+
+async def test_token_ids_pass_through(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    assert await ask(tokens, b'{"prompt": [5, 6]}', COMPLETIONS_PATH) == TokenIds(array("I", [5, 6]), "given")
+    assert world.engine.questions == []
+
+
+async def test_what_cannot_be_rendered_is_refused_with_its_reason(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    assert (await ask(tokens, b"{")).why is Why.SHAPE
+    assert (await ask(tokens, CHAT, "/v1/responses")).why is Why.PATH
+
+
+async def test_an_engines_answer_is_kept(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    first = await ask(tokens)
+    again = await ask(tokens)
+    assert (first.ids, first.cached, again.cached) == (again.ids, 0, len(first.ids))
+    assert len(world.engine.questions) == 1
+    prompt = TextPrompt("another")
+    assert (await ask(tokens, b'{"prompt": "another"}', COMPLETIONS_PATH)).ids == ids_of(world, prompt)
+
+
+async def test_nobody_waits_longer_than_the_deadline(world):
+    world.engine.gate = asyncio.Event()
+    tokens = world.tokens(tokenization="engine", engine_time_limit_s=60.0)
+    tokens.learn("m")
+    answers = []
+    tokens.ask("m", CHAT_PATH, CHAT, world.clock.now() + 0.5, answers.append)
+    await until(lambda: world.engine.questions)
+    world.clock.advance(0.49)
+    assert answers == []
+    world.clock.advance(0.02)
+    assert answers == [NoTokens(Why.LATE, "not within the deadline")]
+    world.engine.gate.set()
+    await until(lambda: not tokens.counters()["engine_open"])
+    assert len(answers) == 1
+    assert world.clock.pending == 0
+
+
+async def test_a_deadline_that_is_over_is_said_at_once(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    assert (await ask(tokens, deadline=world.clock.now())).why is Why.LATE
+
+
+async def test_a_full_queue_is_said_at_once(world, monkeypatch):
+    tokens = world.tokens(folder=world.folder, threads=1, queue_limit=2)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    go = threading.Event()
+    monkeypatch.setattr(LocalTokenizer, "tokenize", lambda self, prompt: go.wait(20) and TokenIds(array("I"), "local"))
+    held = [asyncio.ensure_future(ask(tokens)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (await ask(tokens)).why is Why.BUSY
+    go.set()
+    assert [answer.source for answer in await asyncio.gather(*held)] == ["local", "local"]
+    assert tokens.answers["busy"] == 1
+    assert tokens.counters()["queued"] == 0
+    assert world.clock.pending == 0
+
+
+async def test_a_body_may_be_as_long_as_its_bound(world):
+    tokens = world.tokens(tokenization="engine", body_limit_bytes=len(CHAT))
+    tokens.learn("m")
+    assert (await ask(tokens)).source == "engine"
+    assert (await ask(tokens, CHAT + b" ")).why is Why.TOO_BIG
+
+
+async def test_a_client_that_leaves_hears_nothing(world):
+    world.engine.gate = asyncio.Event()
+    tokens = world.tokens(tokenization="engine", engine_time_limit_s=60.0)
+    tokens.learn("m")
+    answers = []
+    question = tokens.ask("m", CHAT_PATH, CHAT, world.clock.now() + 0.5, answers.append)
+    await until(lambda: world.engine.questions)
+    question.cancel()
+    await until(lambda: not tokens.counters()["engine_open"])
+    assert answers == []
+    assert world.clock.pending == 0
+
+
+async def test_a_defect_of_ours_fails_no_request(world, monkeypatch, caplog):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    monkeypatch.setattr(LocalTokenizer, "tokenize", lambda self, prompt: 1 / 0)
+    assert (await ask(tokens)).why is Why.OFF
+    assert "ZeroDivisionError" in caplog.text
+    assert "quick brown" not in caplog.text
