@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from array import array
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import orjson
 
 from router.tokens.answers import Refused, TokenIds, Why
-from router.tokens.model_folder import BadFolder, ModelFolder
+from router.tokens.model_folder import FILES, BadFolder, ModelFolder, read_model_folder
 from router.tokens.question import ChatPrompt, GivenIds, Prompt
 from router.tokens.seams import Seams
 from router.tokens.segment_cache import SegmentCache
@@ -158,6 +160,41 @@ class LocalTokenizer:
             "chats": self.off or ("on" if self._templates else "the folder has no chat template"),
             "cache": self.cache_off or "on",
         }
+
+
+class LocalTokenizers:
+    """The tokenizers of this process by folder. Models of one folder (a base and its adapters) share one, which lasts
+    as long as one of them uses it; a folder whose files changed is read again."""
+
+    def __init__(self, cache: SegmentCache, **options: Any) -> None:
+        self._cache = cache
+        self._options = options
+        self._reading = threading.Lock()
+        self._by_files: WeakValueDictionary[tuple[object, ...], LocalTokenizer] = WeakValueDictionary()
+
+    def get(self, path: str) -> LocalTokenizer:
+        """BadFolder where it cannot be used. Called in threads."""
+        with self._reading:
+            key = (path, *_versions(path))
+            found = self._by_files.get(key)
+            if found is None:
+                found = LocalTokenizer(read_model_folder(path), self._cache, **self._options)
+                self._by_files[key] = found
+            return found
+
+    def __len__(self) -> int:
+        return len(self._by_files)
+
+
+def _versions(path: str) -> list[object]:
+    found: list[object] = []
+    for name in FILES:
+        try:
+            stat = os.stat(os.path.join(path, name))
+            found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def first_difference(one: array[int], other: array[int]) -> int:

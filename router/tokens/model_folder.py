@@ -13,6 +13,16 @@ TOKENIZER_LIMIT_BYTES: Final = 128 * 1024 * 1024  # the largest public ones have
 CONFIG_LIMIT_BYTES: Final = 8 * 1024 * 1024  # tokenizer_config.json lists thousands of added tokens in some models
 TEMPLATE_LIMIT_BYTES: Final = 1024 * 1024
 
+# What is read; a change of one makes another tokenizer.
+FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
 # Models whose prompts engines build by code of their own, whatever the template says.
 _OWN_RENDERING: Final = frozenset({"gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3", "kimi_audio", "inkling"})
 _NAMED_TOKENS: Final = (

@@ -36,6 +36,8 @@ class Job:
             return self._work()
         except Exception as error:
             return error
+        except BaseException as error:  # a panic in the tokenizer's native code: the thread lives on
+            return RuntimeError(f"{type(error).__name__} in a thread for tokens")
 
 
 class Offload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,13 +25,13 @@ from router.metrics import Histogram
 from router.tokens import self_test
 from router.tokens.answers import Answer, NoTokens, Refused, TokenIds, Why
 from router.tokens.engine import EngineTokenizer, NoTokenizeRoute, Post, engine_question, read_answer
-from router.tokens.model_folder import BadFolder, is_model_folder, read_model_folder
+from router.tokens.model_folder import BadFolder, is_model_folder
 from router.tokens.offload import Job, Offload
 from router.tokens.question import ChatPrompt, GivenIds, Prompt, TextPrompt, read_prompt
 from router.tokens.segment_cache import SegmentCache
 
 if TYPE_CHECKING:
-    from router.tokens.local import LocalTokenizer
+    from router.tokens.local import LocalTokenizer, LocalTokenizers
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ class Tokens:
             post, backends_of, clock, time_limit_s=settings.engine_time_limit_s, limit=settings.engine_limit
         )
         self._models: dict[str, _Model] = {}
+        self._making = threading.Lock()
+        self._tokenizers: LocalTokenizers | None = None
         self._closed = False
         self.cache = SegmentCache(settings.cache_bytes)
         self.answers: defaultdict[str, int] = defaultdict(int)  # by source, or by the word for why not
@@ -246,19 +249,38 @@ class Tokens:
     async def _load(self, model: _Model, folder: str) -> None:
         configured = folder != model.root
         try:
-            loaded = await self._in_thread(partial(_load_local, folder, configured, self.cache, self._settings), 0)
-        except (BadFolder, ImportError) as error:
-            why = str(error)
-            if isinstance(error, ImportError):
-                why = "tokenizing here needs the packages of kvgate[tokenizers]"
-            self._give_up_local(model, why, loudly=configured)
+            loaded = await self._in_thread(partial(self._read, folder, configured), 0)
+        except BadFolder as error:
+            self._give_up_local(model, str(error), loudly=configured)
+            return
+        except ImportError:
+            self._give_up_local(model, "it needs the packages of kvgate[tokenizers]", loudly=configured)
             return
         except Refused as refused:  # the threads are busy
             model.detail = refused.detail
             self._later(model, partial(self._settle, model))
             return
+        except Exception as error:  # a folder may hold anything: no defect in reading it leaves the model in between
+            log.exception("the tokenizer of model %r could not be read", model.name)
+            self._give_up_local(model, f"{type(error).__name__} while it was read", loudly=False)
+            return
         model.local = loaded
         await self._test(model)
+
+    def _read(self, folder: str, configured: bool) -> LocalTokenizer:
+        """In a thread: the packages are first imported here, and only if a model needs them."""
+        from router.tokens.local import LocalTokenizers
+
+        _is_ready_folder(folder, configured)
+        with self._making:
+            if self._tokenizers is None:
+                self._tokenizers = LocalTokenizers(
+                    self.cache,
+                    max_chars=self._settings.text_limit_chars,
+                    time_limit_s=self._settings.template_time_limit_s,
+                    sample_every=self._settings.sample_every,
+                )
+        return self._tokenizers.get(folder)
 
     def _give_up_local(self, model: _Model, why: str, *, loudly: bool) -> None:
         if loudly:
@@ -280,7 +302,11 @@ class Tokens:
         async def engines(prompt: ChatPrompt | TextPrompt) -> array[int]:
             return read_answer(await self._engine.ask(model.name, engine_question(model.name, prompt)))
 
-        verdict = await self_test.compare(ours, engines)
+        try:
+            verdict = await self_test.compare(ours, engines)
+        except Exception as error:  # a defect of ours, or of the tokenizer's
+            log.exception("the self-test of model %r failed", model.name)
+            verdict = self_test.Verdict(self_test.State.MISMATCH, f"{type(error).__name__} in the self-test")
         model.verdict = verdict
         if verdict.state is self_test.State.PENDING:
             self._later(model, lambda: setattr(model, "task", self._start(self._test(model))))
@@ -395,18 +421,12 @@ class Tokens:
         return TokenIds(ids, "engine")
 
 
-def _load_local(folder: str, configured: bool, cache: SegmentCache, settings: TokensSettings) -> LocalTokenizer:
-    from router.tokens.local import LocalTokenizer
-
-    if not configured and not is_model_folder(folder):
-        raise BadFolder("the engine's root is no folder of this machine with a tokenizer.json")
-    return LocalTokenizer(
-        read_model_folder(folder),
-        cache,
-        max_chars=settings.text_limit_chars,
-        time_limit_s=settings.template_time_limit_s,
-        sample_every=settings.sample_every,
-    )
+def _is_ready_folder(folder: str, configured: bool) -> None:
+    try:
+        if not configured and not is_model_folder(folder):
+            raise BadFolder("the engine's root is no folder of this machine with a tokenizer.json")
+    except OSError as error:  # a path too long, a folder that we may not enter
+        raise BadFolder(error.strerror or "unreadable") from None
 
 
 def _answer(local: LocalTokenizer, path: str, body: bytes) -> Answer:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import gc
 from array import array
 
 import pytest
 from tokenizers import Tokenizer
 
 from router.tokens.answers import Refused, Why
-from router.tokens.local import LocalTokenizer, first_difference
+from router.tokens.local import LocalTokenizer, LocalTokenizers, first_difference
 from router.tokens.model_folder import BadFolder, read_model_folder
 from router.tokens.question import ChatPrompt, TextPrompt
 from router.tokens.segment_cache import SegmentCache
@@ -137,3 +138,17 @@ def test_a_template_that_does_not_compile_is_a_bad_folder(tmp_path):
 def test_the_first_difference():
     assert first_difference(array("I", [1, 2]), array("I", [1, 3])) == 1
     assert first_difference(array("I", [1]), array("I", [1, 3])) == 1
+
+
+def test_models_of_one_folder_share_a_tokenizer_until_its_files_change(tmp_path):
+    path = write_folder(tmp_path / "m")
+    tokenizers = LocalTokenizers(SegmentCache(1 << 20))
+    first = tokenizers.get(str(path))
+    assert tokenizers.get(str(path)) is first
+    (path / "chat_template.jinja").write_text("changed")
+    second = tokenizers.get(str(path))
+    assert second is not first
+    assert len(tokenizers) == 2
+    del first, second
+    gc.collect()
+    assert len(tokenizers) == 0

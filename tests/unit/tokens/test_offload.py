@@ -62,3 +62,15 @@ async def test_a_closed_pool_takes_no_more_and_ends_its_threads():
     assert run(pool, lambda: 1)[0] is None
     await asyncio.to_thread(thread.join, 10)
     assert not thread.is_alive()
+
+
+async def test_a_panic_in_native_code_does_not_end_the_thread(offload):
+    class Panic(BaseException):
+        pass
+
+    def panic():
+        raise Panic
+
+    result = await run(offload, panic)[1]
+    assert "Panic" in str(result)
+    assert await run(offload, lambda: 4)[1] == 4

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from array import array
 
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from router.backends.backend import Backend
 from router.clock import VirtualClock
+from router.tokens import local
 from router.tokens.answers import NoTokens, TokenIds, Why
 from router.tokens.local import LocalTokenizer
 from router.tokens.model_folder import read_model_folder
@@ -207,6 +209,30 @@ async def test_models_are_bounded_and_forgotten(world):
     tokens.forget("m")
     tokens.learn("other")
     assert tokens.state("other")["source"] == "engine"
+
+
+async def test_a_folder_that_breaks_our_reading_leaves_no_model_in_between(world, monkeypatch, caplog):
+    monkeypatch.setattr(local, "read_model_folder", lambda path: 1 / 0)
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    assert "ZeroDivisionError" in (await settled(tokens, "engine"))["detail"]
+    assert "could not be read" in caplog.text
+
+
+async def test_a_tokenizer_that_breaks_in_the_self_test_is_not_used(world, monkeypatch, caplog):
+    monkeypatch.setattr(LocalTokenizer, "render", lambda self, prompt: 1 / 0)
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    assert (await settled(tokens, "engine"))["check_detail"] == "ZeroDivisionError in the self-test"
+    assert "the self-test of model 'm' failed" in caplog.text
+
+
+async def test_without_the_packages_the_engine_is_asked(world, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "router.tokens.local", None)
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    assert "kvgate[tokenizers]" in (await settled(tokens, "engine"))["detail"]
+    assert "kvgate[tokenizers]" in caplog.text
 
 
 # -- questions
