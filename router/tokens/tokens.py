@@ -317,6 +317,8 @@ class Tokens:
             self._give_up_local(model, verdict.detail, loudly=True)
             return
         model.phase, model.detail = Phase.LOCAL, ""
+        if verdict.chats_only:
+            log.warning("local tokenizing of model %r is for chats only: %s", model.name, verdict.detail)
         if verdict.state is self_test.State.UNVERIFIED:
             log.warning("local tokenizing of model %r is not verified: %s", model.name, verdict.detail)
 
@@ -362,7 +364,7 @@ class Tokens:
             return self._at_once(question, Why.LATE, "the deadline is over")
         if known.phase is Phase.LOCAL:
             assert known.local is not None
-            work: Callable[[], Any] = partial(_answer, known.local, path, body)
+            work: Callable[[], Any] = partial(_answer, known.local, path, body, known.verdict)
         else:
             work = partial(_engine_prompt, known.name, path, body)
         question.job = self._offload.submit(work, len(body), partial(self._worked, question, known))
@@ -429,9 +431,12 @@ def _is_ready_folder(folder: str, configured: bool) -> None:
         raise BadFolder(error.strerror or "unreadable") from None
 
 
-def _answer(local: LocalTokenizer, path: str, body: bytes) -> Answer:
+def _answer(local: LocalTokenizer, path: str, body: bytes, verdict: self_test.Verdict | None) -> Answer:
     try:
-        return local.tokenize(read_prompt(path, body))
+        prompt = read_prompt(path, body)
+        if isinstance(prompt, TextPrompt) and verdict is not None and verdict.chats_only:
+            return NoTokens(Why.UNCERTAIN, "the engine reads completions differently")
+        return local.tokenize(prompt)
     except Refused as refused:
         return refused.answer()
 

@@ -136,6 +136,24 @@ async def test_a_mismatch_names_the_difference_and_turns_to_the_engine(world, ca
     assert (await ask(tokens)).source == "engine"
 
 
+async def test_completions_that_differ_leave_the_chats(world, caplog):
+    before = world.engine.post
+
+    async def post(backend, path, body, time_limit_s):
+        world.engine.skew = 1 if b'"prompt"' in body else 0
+        return await before(backend, path, body, time_limit_s)
+
+    world.engine.post = post
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    state = await settled(tokens, "local")
+    assert state["check_detail"].startswith("chats only; sample 'completion': token 0 is ")
+    assert "is for chats only" in caplog.text
+    assert (await ask(tokens)).ids == ids_of(world)
+    assert (await ask(tokens, b'{"prompt": "x"}', COMPLETIONS_PATH)).why is Why.UNCERTAIN
+    assert (await ask(tokens, b'{"prompt": [1]}', COMPLETIONS_PATH)).source == "given"
+
+
 async def test_a_mismatch_where_only_local_is_wanted_turns_tokens_off(world):
     world.engine.skew = 1
     tokens = world.tokens(tokenization="local", folder=world.folder)
