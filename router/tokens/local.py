@@ -13,7 +13,7 @@ import orjson
 
 from router.tokens.answers import Refused, TokenIds, Why
 from router.tokens.model_folder import FILES, BadFolder, ModelFolder, read_model_folder
-from router.tokens.question import ChatPrompt, GivenIds, Prompt
+from router.tokens.question import ChatPrompt, GivenIds, Prompt, prompt_chars
 from router.tokens.seams import Seams
 from router.tokens.segment_cache import SegmentCache
 from router.tokens.template import BadTemplate, ChatTemplate, OutOfBounds
@@ -26,6 +26,9 @@ from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
+# A request of at most this size cannot be what makes a template slow.
+SMALL_CHARS: Final = 65_536
+SMALL_MESSAGES: Final = 100
 SAMPLE_EVERY: Final = 1_000  # answers that used the cache, until one is checked against the whole
 
 
@@ -98,8 +101,8 @@ class LocalTokenizer:
         try:
             return self._templates[named[0]].render(prompt)
         except OutOfBounds as error:
-            if "too long" in str(error) or "without end" in str(error):
-                # another rendering would hold another thread for as long
+            if error.slow and len(prompt.messages) <= SMALL_MESSAGES and prompt_chars(prompt) <= SMALL_CHARS:
+                # The template's doing, not the request's: the next one would hold another thread for as long.
                 self.off = str(error)
                 log.error("local chat rendering is off for the model in %s: %s", self._folder.path, error)
             raise Refused(Why.TOO_BIG, str(error)) from None

@@ -76,6 +76,14 @@ class ChatPrompt:
 Prompt = GivenIds | TextPrompt | ChatPrompt
 
 
+def prompt_chars(prompt: ChatPrompt) -> int:
+    """How long all that a template gets is, about; what cannot be measured is long."""
+    try:
+        return len(orjson.dumps([prompt.messages, prompt.tools, prompt.arguments]))
+    except orjson.JSONEncodeError:  # nested more deeply than it writes
+        return MAX_TOKEN_ID
+
+
 def read_prompt(path: str, body: bytes) -> Prompt:
     """What this request's engine will tokenize. Refused where that is not certain."""
     try:

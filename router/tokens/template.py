@@ -39,8 +39,11 @@ class BadTemplate(ValueError):
 
 
 class OutOfBounds(Exception):
-    """Too long or too large. Not a TemplateError: a template cannot catch it, and it tells of the template, not of the
-    request."""
+    """Too long or too large. `slow`: it used up its time."""
+
+    def __init__(self, what: str, *, slow: bool = False) -> None:
+        super().__init__(what)
+        self.slow = slow
 
 
 class _Budget(threading.local):
@@ -51,8 +54,8 @@ class _Budget(threading.local):
 
 
 class ChatTemplate:
-    """`source` compiled once; render() may be called from several threads. `today` is the local time that a template
-    may print with strftime_now."""
+    """`source` compiled once; render() may be called from several threads. `time_limit_s` counts the thread's own work,
+    not the time that it waits or the machine sleeps. `today` is the local time that strftime_now prints."""
 
     def __init__(
         self,
@@ -61,16 +64,16 @@ class ChatTemplate:
         *,
         max_chars: int = 8_388_608,
         time_limit_s: float = 2.0,
-        monotonic: Callable[[], float] = time.monotonic,
+        cpu_time: Callable[[], float] = time.thread_time,
         today: Callable[[], time.struct_time] = time.localtime,
     ) -> None:
         self._source = source
         self._named_tokens = named_tokens
         self._max_chars = max_chars
         self._time_limit_s = time_limit_s
-        self._monotonic = monotonic
-        self._environment = _Environment(monotonic, today)
-        self._environment.budget.deadline = monotonic() + time_limit_s
+        self._cpu_time = cpu_time
+        self._environment = _Environment(cpu_time, today)
+        self._environment.budget.deadline = cpu_time() + time_limit_s
         self._environment.budget.max_chars = max_chars
         try:
             tree = self._environment.parse(source)
@@ -104,7 +107,7 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any]) -> str:
         budget = self._environment.budget
-        budget.deadline = self._monotonic() + self._time_limit_s
+        budget.deadline = self._cpu_time() + self._time_limit_s
         budget.max_chars = self._max_chars
         written: list[str] = []
         length = 0
@@ -166,13 +169,13 @@ class _Generation(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
-    def __init__(self, monotonic: Callable[[], float], today: Callable[[], time.struct_time]) -> None:
+    def __init__(self, cpu_time: Callable[[], float], today: Callable[[], time.struct_time]) -> None:
         # optimized: constants would be computed while compiling, before there is a bound
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols], cache_size=0
         )
         self.budget = _Budget()
-        self._monotonic = monotonic
+        self._cpu_time = cpu_time
         self.finalize = self._printed
         self.filters["tojson"] = self._tojson
         for name in ("pprint", "urlize", "xmlattr", "random"):
@@ -186,8 +189,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def look(self) -> str:
         """At the clock. Put into every loop."""
-        if self._monotonic() > self.budget.deadline:
-            raise OutOfBounds("the chat template takes too long")
+        if self._cpu_time() > self.budget.deadline:
+            raise OutOfBounds("the chat template takes too long", slow=True)
         return ""
 
     def concat_bounded(self, *values: Any) -> str:

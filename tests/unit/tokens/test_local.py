@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from router.tokens.answers import Refused, Why
 from router.tokens.local import LocalTokenizer, LocalTokenizers, first_difference
 from router.tokens.model_folder import BadFolder, read_model_folder
-from router.tokens.question import ChatPrompt, TextPrompt
+from router.tokens.question import CHAT_PATH, ChatPrompt, TextPrompt, read_prompt
 from router.tokens.segment_cache import SegmentCache
 from tests.support.tokenizer_folders import BEGIN, KINDS, SPECIAL, tokenizer_of, write_folder
 
@@ -102,6 +102,34 @@ def test_a_template_that_takes_too_long_is_not_tried_again(tmp_path, caplog):
     assert "takes too long" in local.state()["chats"]
     assert caplog.text.count("local chat rendering is off") == 1
     assert local.tokenize(TextPrompt("completions go on")).ids
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ChatPrompt([{"role": "user", "content": "x" * 70_000}], None),
+        ChatPrompt([{"role": "user", "content": "x"}] * 101, None),
+    ],
+)
+def test_a_large_request_cannot_turn_a_template_off(tmp_path, request_):
+    slow = "{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+    folder = read_model_folder(str(write_folder(tmp_path / "m", template=slow)))
+    local = LocalTokenizer(folder, SegmentCache(1 << 20), time_limit_s=0.01)
+    with pytest.raises(Refused) as caught:
+        local.tokenize(request_)
+    assert caught.value.why is Why.TOO_BIG
+    assert not local.off
+
+
+def test_a_request_that_is_nested_deeply_is_refused_and_nothing_is_turned_off(tmp_path):
+    local = local_of(tmp_path)
+    nested = b'{"a":' * 900 + b"1" + b"}" * 900
+    tool = b'[{"type":"function","function":{"name":"f","parameters":' + nested + b"}}]"
+    body = b'{"messages":[{"role":"user","content":"x"}],"tools":' + tool + b"}"
+    with pytest.raises(Refused) as caught:
+        local.tokenize(read_prompt(CHAT_PATH, body))
+    assert caught.value.why in (Why.TOO_BIG, Why.SHAPE)
+    assert not local.off
 
 
 def test_a_text_may_be_as_long_as_the_bound(tmp_path):

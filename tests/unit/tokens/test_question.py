@@ -4,9 +4,11 @@ import json
 from array import array
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.tokens.answers import Refused, Why
-from router.tokens.question import CHAT_PATH, COMPLETIONS_PATH, GivenIds, TextPrompt, read_prompt
+from router.tokens.question import CHAT_PATH, COMPLETIONS_PATH, ChatPrompt, GivenIds, TextPrompt, read_prompt
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"b": 1, "a": "ü"}'}}
@@ -166,3 +168,54 @@ def test_a_body_of_another_kind_is_refused(path, body, why):
 def test_more_messages_than_anybody_has_are_refused():
     assert refused(chat, messages=[USER] * 20_001) is Why.TOO_BIG
     assert len(chat(messages=[USER] * 20_000).messages) == 20_000
+
+
+words = st.sampled_from(
+    [
+        "messages",
+        "role",
+        "user",
+        "system",
+        "assistant",
+        "tool",
+        "content",
+        "type",
+        "text",
+        "tools",
+        "function",
+        "name",
+        "tool_calls",
+        "arguments",
+        "id",
+        "prompt",
+        "documents",
+        "chat_template_kwargs",
+        "{}",
+        "refusal",
+        "parameters",
+    ]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**33) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=5),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    values,
+    st.lists(st.dictionaries(words, values, max_size=5), max_size=3),
+    st.sampled_from([CHAT_PATH, COMPLETIONS_PATH]),
+)
+def test_no_body_raises_anything_but_a_refusal(value, messages, path):
+    """And what is not refused can be rendered in both forms."""
+    messages = [{"role": "user", **message} for message in messages]
+    for body in (value, {"messages": messages}, {"messages": messages, "tools": value, "prompt": value}):
+        try:
+            prompt = read_prompt(path, json.dumps(body).encode())
+        except Refused:
+            continue
+        if isinstance(prompt, ChatPrompt):
+            for parts in (True, False):
+                assert len(prompt.conversation(parts=parts)) == len(messages)

@@ -136,7 +136,7 @@ LIST = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns
 )
 def test_endless_work_ends_at_the_time_limit(source):
     with pytest.raises(OutOfBounds, match="too long"):
-        render(source, monotonic=Ticking(), time_limit_s=2.0)
+        render(source, cpu_time=Ticking(), time_limit_s=2.0)
 
 
 @pytest.mark.parametrize(
