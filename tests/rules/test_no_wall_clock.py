@@ -21,6 +21,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("router/proxy/decisions.py", "time.localtime"): "writes that date, as Python's logging does",
     ("router/proxy/services.py", "time.time"): "the Date header",
     ("router/tracing.py", "time.time_ns"): "when a span began and ended, by a duration from now",
+    ("router/tokens/template.py", "time.localtime"): "the date that a chat template asks for (strftime_now)",
     ("router/sim/cli.py", "time.time"): "dates in answers and KV events, as an engine writes them",
 }
 
