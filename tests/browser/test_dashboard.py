@@ -223,6 +223,8 @@ async def test_light_and_dark_differ_and_both_can_be_read(devtools: str, gateway
 async def test_figures_that_change_move_nothing(devtools: str, gateway: GatewayProcess) -> None:
     async with opened(devtools, gateway.admin_url) as page:
         await page.until("document.querySelector('#choices-empty').hidden")
+        # The first answer fills an empty page, in a frame that is still to be drawn: that is no update.
+        await page.run("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         await page.run(
             """window.shifts = []; new PerformanceObserver((list) => {
                 for (const entry of list.getEntries()) window.shifts.push(entry.value);
@@ -234,7 +236,7 @@ async def test_figures_that_change_move_nothing(devtools: str, gateway: GatewayP
             request_id = await asyncio.to_thread(chat, gateway, f"moves {at}" * 200)
             await page.until(f"document.querySelector('#decisions-body').innerText.includes('{request_id}')")
         assert await page.run(tops) == before
-        assert sum(await page.run("window.shifts")) < 0.1  # what Core Web Vitals call good; a column may grow once
+        assert sum(await page.run("window.shifts")) < 0.01
 
 
 async def test_a_dead_backend_is_named_first_with_its_reason_and_a_hostile_model_is_text(
