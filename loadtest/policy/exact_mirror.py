@@ -13,6 +13,8 @@ from loadtest.policy.fleet import Fleet, Job
 from loadtest.policy.workload import Arrival
 from router.index.prefix_index import BlockHashes
 
+GONE = -1  # in the place of the engine of a slot whose backend left
+
 
 class ExactMirror:
     """`current`: whose blocks the next call is about; the caller sets it, as hashes do not lead back to the trace."""
@@ -45,7 +47,9 @@ class ExactMirror:
 
     def match(self, blocks: BlockHashes) -> int:
         longest = 0
-        for slot in range(len(self._engine_of)):
+        for slot, number in enumerate(self._engine_of):
+            if number == GONE:
+                continue
             found = self.match_one(slot, blocks)
             self.matched[slot] = found
             if found > longest:
@@ -71,7 +75,8 @@ class ExactMirror:
     def clear_backend(self, slot: int) -> None: ...
 
     def remove_backend(self, slot: int) -> None:
-        raise NotImplementedError("no engine leaves in this bench")
+        self._engine_of[slot] = GONE
+        self.matched[slot] = 0
 
     def forget_after(self, slot: int, blocks: BlockHashes, keep: int) -> int:
         return 0

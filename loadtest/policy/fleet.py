@@ -11,25 +11,11 @@ from random import Random
 from typing import Any, Final, Protocol
 
 from loadtest.policy.workload import Arrival, Workload
+from router.clock import VirtualClock
 from router.sim.engine_model import EngineConfig, EngineModel, EngineRequest
 
 METRICS_AGE_S: Final = 0.25  # between two looks at the engines' metrics
 ARRIVAL, STEP_END, SCRAPE, JOIN = range(4)
-
-
-class Clock:
-    """The simulation's time, in the form that strategies take it."""
-
-    __slots__ = ("at",)
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def now(self) -> float:
-        return self.at
-
-    def call_later(self, delay_s: float, callback: object, *args: Any) -> Any:
-        raise NotImplementedError("no strategy asks for timers")
 
 
 class Job:
@@ -100,7 +86,7 @@ class Policy(Protocol):
 class Fleet:
     """What a policy is made from: the engines, the clock and the generator. `absent`: engines that join later."""
 
-    def __init__(self, engines: list[Engine], clock: Clock, rng: Random, block_tokens: int) -> None:
+    def __init__(self, engines: list[Engine], clock: VirtualClock, rng: Random, block_tokens: int) -> None:
         self.engines = engines
         self.clock = clock
         self.rng = rng
@@ -180,7 +166,7 @@ class Run:
         came = scrapes = 0
         while heap:
             at, _, kind, index, version = heappop(heap)
-            clock.at = at
+            clock.advance_to(at)
             if kind == STEP_END:
                 engine = engines[index]
                 if version == engine.version:
@@ -200,7 +186,7 @@ class Run:
                 policy.scraped()
                 if to_come or self._jobs:
                     self._push(at + self._metrics_age_s, SCRAPE, 0, 0)
-        measured.ended_at = clock.at
+        measured.ended_at = clock.now()
         measured.kv_share /= scrapes
         measured.busy_s = [engine.prefill_busy_s for engine in engines]
         measured.preemptions = sum(engine.model.stats.preemptions for engine in engines)

@@ -58,7 +58,7 @@ class Ours:
             self._misjudge(self._speed_error)
         request = RoutingRequest(
             MODEL,
-            self._fleet.clock.at,
+            self._fleet.clock.now(),
             blocks=arrival.blocks,
             prefix_bytes=arrival.prompt_tokens * BYTES_PER_TOKEN,
             session_key=arrival.session,
@@ -84,7 +84,7 @@ class Ours:
         cached = job.request.cached_tokens if job.request is not None else None
         outcome = Outcome(
             End.COMPLETE,
-            self._fleet.clock.at,
+            self._fleet.clock.now(),
             status=200,
             prompt_tokens=job.arrival.prompt_tokens,
             cached_tokens=cached,
@@ -107,7 +107,7 @@ class Ours:
         model = engine.model
         stats, config = model.stats, model.config
         backend.report = EngineReport(
-            at=self._fleet.clock.at,
+            at=self._fleet.clock.now(),
             running=float(len(model.running)),
             waiting=float(len(model.waiting)),
             kv_usage=model.pool.usage,

@@ -6,6 +6,7 @@ llm-d come from a predictor that knows the engine's true prefill speed instead o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import inf, sqrt
 from typing import Final
@@ -18,7 +19,7 @@ from router.index.prefix_index import PrefixTree
 INDEX_MEMORY_BYTES: Final = 1 << 30  # never the bound here: the policies have their own
 
 
-class Peer:
+class Peer(ABC):
     """What a router knows without asking: which requests it sent where, and which of them gave a first token."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -38,12 +39,13 @@ class Peer:
         self.waiting = [0] * self.count  # by the engine's metrics
         self.kv_usage = [0.0] * self.count
 
+    @abstractmethod
     def choose(self, job: Job) -> int:
-        raise NotImplementedError
+        """The number of an engine that is present."""
 
     def route(self, job: Job) -> int:
         engine = self.choose(job)
-        now = self.fleet.clock.at
+        now = self.fleet.clock.now()
         if not self.pending[engine]:
             self.taken_at[engine] = now
         self.pending[engine] += 1
@@ -56,7 +58,7 @@ class Peer:
         engine = job.engine
         self.pending[engine] -= 1
         self.pending_tokens[engine] -= job.uncached_tokens
-        self.taken_at[engine] = self.fleet.clock.at
+        self.taken_at[engine] = self.fleet.clock.now()
 
     def finished(self, job: Job) -> None:
         self.outstanding[job.engine] -= 1
@@ -93,7 +95,7 @@ class Peer:
         if not self.pending[engine]:
             return 0.0
         ahead = self.pending_tokens[engine] * self.token_s + self.fixed_s * self.pending[engine]
-        return max(ahead - (self.fleet.clock.at - self.taken_at[engine]), 0.0)
+        return max(ahead - (self.fleet.clock.now() - self.taken_at[engine]), 0.0)
 
     def ttft_s(self, job: Job, matched: Sequence[int]) -> list[float]:
         """Predicted by engine: what is ahead of it and its own prefill."""

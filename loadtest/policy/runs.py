@@ -8,11 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from loadtest.policy.fleet import METRICS_AGE_S, Clock, Engine, Fleet, Measured, Policy, Run
+from loadtest.policy.fleet import METRICS_AGE_S, Engine, Fleet, Measured, Policy, Run
 from loadtest.policy.ours import NAMES, Ours
 from loadtest.policy.peers import PEERS, Peer
 from loadtest.policy.setups import RATES, SetUp
 from loadtest.policy.workload import Workload
+from router.clock import VirtualClock
 from router.sim.engine_model import EngineRequest
 
 REFERENCE: Final = "least ttft"
@@ -83,7 +84,7 @@ def run(
     rate: float | None = None,
 ) -> Figures:
     """`rate`: requests per second, the set-up's own unless given. KeyError for an unknown policy."""
-    clock = Clock()
+    clock = VirtualClock(0.0)
     config = set_up.engine_config()
     engines = [Engine(config) for _ in range(set_up.engines)]
     if scenario.slow_half != 1.0:

@@ -9,9 +9,10 @@ from random import Random
 import orjson
 import pytest
 
-from loadtest.policy.fleet import Clock, Engine, Fleet, Job, Run
+from loadtest.policy.fleet import Engine, Fleet, Job, Run
 from loadtest.policy.peers import LeastLoaded
 from loadtest.policy.workload import Workload, load_workload
+from router.clock import VirtualClock
 from router.sim.engine_model import EngineConfig
 
 BLOCK = 16
@@ -46,20 +47,20 @@ class Recorder(LeastLoaded):
         self.ended: dict[int, float] = {}
 
     def choose(self, job: Job) -> int:
-        self.routed.append(self.fleet.clock.at)
+        self.routed.append(self.fleet.clock.now())
         return self.engines[job.number] if self.engines else super().choose(job)
 
     def first_token(self, job: Job) -> None:
-        self.first[job.number] = self.fleet.clock.at
+        self.first[job.number] = self.fleet.clock.now()
         super().first_token(job)
 
     def finished(self, job: Job) -> None:
-        self.ended[job.number] = self.fleet.clock.at
+        self.ended[job.number] = self.fleet.clock.now()
         super().finished(job)
 
 
 def fleet_of(count: int) -> Fleet:
-    return Fleet([Engine(CONFIG) for _ in range(count)], Clock(), Random(1), BLOCK)
+    return Fleet([Engine(CONFIG) for _ in range(count)], VirtualClock(0.0), Random(1), BLOCK)
 
 
 class NoLot(Random):
