@@ -6,13 +6,13 @@ from native.block_hash import BlockHashes
 
 @final
 class SentPrompts:
-    """By slot, a number that the caller gives each engine. Whoever adds a prompt removes it, the same object: there are
-    never more of them than attempts open, and `len` is their number."""
+    """By slot, a number that the caller gives each engine. Whoever adds a prompt discards it, the same object: there
+    are never more of them than attempts open, and `len` is their number."""
 
     def __len__(self) -> int: ...
     def add(self, slot: int, blocks: BlockHashes) -> None: ...
-    def remove(self, slot: int, blocks: BlockHashes) -> None:
-        """ValueError where this object is not there."""
+    def discard(self, slot: int, blocks: BlockHashes) -> bool:
+        """Whether this object was there."""
 
     def forget(self, slot: int) -> None:
         """All of the slot's: its engine is gone."""

@@ -43,7 +43,7 @@ cdef class SentPrompts:
         prompts.append(blocks)
         self.count += 1
 
-    def remove(self, int slot, BlockHashes blocks not None):
+    def discard(self, int slot, BlockHashes blocks not None):
         cdef list prompts = self.by_slot.get(slot)
         cdef Py_ssize_t at
         if prompts is not None:
@@ -53,8 +53,8 @@ cdef class SentPrompts:
                     self.count -= 1
                     if not prompts:
                         del self.by_slot[slot]
-                    return
-        raise ValueError("this prompt is not on its way to this slot")
+                    return True
+        return False
 
     def forget(self, int slot):
         cdef list prompts = self.by_slot.pop(slot, None)

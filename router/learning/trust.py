@@ -33,10 +33,17 @@ class Trust:
         """What a predicted match is to be multiplied with."""
         return 0.0 if self.lost else self.value
 
-    def compare(self, predicted: int, reported: int, *, allowance: int, answers: int = 1) -> None:
-        """One comparison over `answers` answers; `allowance`: tokens that rounding to engine blocks may cost."""
+    def compare(
+        self, predicted: int, reported: int, *, allowance: int, answers: int = 1, both_ways: bool = False
+    ) -> None:
+        """One comparison over `answers` answers; `allowance`: tokens that rounding to engine blocks may cost.
+        `both_ways`: a report of more than was predicted is as bad as one of less."""
         self.predicted_tokens += predicted
         self.reported_tokens += reported
+        if both_ways and reported > predicted:
+            predicted, reported = reported, predicted
+            if predicted <= allowance:
+                return
         if predicted <= 0:
             return
         borne = min((reported + allowance) / predicted, 1.0)
@@ -50,6 +57,12 @@ class Trust:
             self.lost = self.value < REGAINED_FROM
         else:
             self.lost = self.value < LOST_BELOW
+
+    def start_over(self) -> None:
+        """Believed again, as what it rests on was made anew. The sums stay."""
+        self.value = 1.0
+        self.lost = False
+        self.ghosts = 0
 
     def cache_gone(self) -> bool:
         """Whether the mirror is to be cleared; asks once per row of ghosts."""

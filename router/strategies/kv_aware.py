@@ -1,20 +1,39 @@
-"""`kvaware` on the approximate index: the priced choice, each backend's matches taken for what its reports bear out."""
+"""`kvaware`: the priced choice on what each engine holds by its own account, and on the mirror where it gives none.
+
+An engine's KV events, together with the prompts that are on their way to it, say what it holds of a prompt whose token
+ids are known. Every answer that reports its cached tokens is compared with what was predicted, both ways of knowing at
+once (learning/standing.py): so an engine whose events are wrong is placed by the mirror, one whose mirror is wrong as
+well by its load, and both come back by themselves when they are right again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from native.block_hash import BlockHashes
 from router.backends.backend import Backend, EngineReport
 from router.clock import Clock
+from router.index.kv_holdings import EngineKv, KvHoldings
+from router.learning.standing import Level, Standing
 from router.learning.trust import Trust
-from router.strategies.prefix_affinity import EngineState, PrefixAffinity
+from router.strategies.prefix_affinity import EngineState, KvHits, PrefixAffinity
 from router.strategies.strategy import NEVER, Choice, Explanation, Need, Outcome, Reason, RoutingRequest
 
-ENGINE_BLOCK_TOKENS = 16  # vLLM's default, where the engine does not say
-RATIO_ERROR = 0.02  # of a prediction, that a wrong number of bytes per token may cost
-USAGE_FRESH_S = 60.0  # after an answer with cached_tokens: so long the polled sums are not needed
-ENOUGH_TOKENS = 1024  # predicted, in the polls that are compared together
-FOREIGN_RATIO = 1.5  # the engine was asked for so many times our tokens: its hits are not ours
+ENGINE_BLOCK_TOKENS: Final = 16  # vLLM's default, where the engine does not say
+RATIO_ERROR: Final = 0.02  # of a prediction of the mirror, that a wrong number of bytes per token may cost
+USAGE_FRESH_S: Final = 60.0  # after an answer with cached_tokens: so long the polled sums are not needed
+ENOUGH_TOKENS: Final = 1024  # predicted, in the polls that are compared together
+FOREIGN_RATIO: Final = 1.5  # the engine was asked for so many times our tokens: its hits are not ours
+PATIENCE_LIMIT_S: Final = 1.0
+
+# Names of this module: to look a member up in its Enum costs 0.2 us each time, a Final nothing.
+KV: Final = Reason.KV
+PREFIX: Final = Reason.PREFIX
+SHAPE: Final = Reason.SHAPE
+UNTRUSTED: Final = Reason.UNTRUSTED
+NO_EVENTS: Final = Reason.NO_EVENTS
+NO_TOKENS: Final = Reason.NO_TOKENS
 
 
 class Account:
@@ -22,77 +41,235 @@ class Account:
 
     __slots__ = (
         "polled_answers",
+        "polled_events",
         "polled_hits",
-        "polled_predicted",
+        "polled_mirror",
         "polled_prompt",
         "polled_queries",
-        "trust",
+        "standing",
         "usage_at",
     )
 
     def __init__(self) -> None:
-        self.trust = Trust()
+        self.standing = Standing()
         self.usage_at = NEVER
-        self.start_over()
+        self.polled_answers = self.polled_mirror = self.polled_prompt = 0
+        self.polled_events: int | None = 0  # None: one of them was not predicted by events
+        self.polled_hits = self.polled_queries = 0.0
 
     def start_over(self) -> None:
-        self.polled_answers = self.polled_predicted = self.polled_prompt = 0
+        self.polled_answers = self.polled_mirror = self.polled_prompt = 0
+        self.polled_events = 0
         self.polled_hits = self.polled_queries = 0.0
 
 
 class KvAware:
-    """Trust comes from `usage.prompt_tokens_details.cached_tokens` where answers carry it, else from what the engine's
-    hit and query counters gained between polls, against the predictions of the prompts prefilled meanwhile.
+    """`holdings`: what the engines tell; None: nobody follows them. `resync` is asked to hear an engine's events anew;
+    `level_changed` is told (backend, before, after). `token_wait_share`: see token_patience_s.
 
-    Below a threshold a backend's matches count for nothing, and a choice that this changed says `fallback-untrusted`.
-    Several much lower reports in a row mean that the cache was reset: the mirror is cleared, so that ghosts go.
+    The mirror's matches count as far as they are borne out; several much lower reports in a row mean that the cache was
+    reset: the mirror is cleared, so that ghosts go. A choice that distrust changed says `fallback-untrusted`.
     """
 
-    needs: frozenset[Need] = frozenset((Need.PREFIX_BLOCKS,))
+    needs: frozenset[Need] = frozenset((Need.PREFIX_BLOCKS, Need.TOKENS))
 
-    def __init__(self, clock: Clock, placement: PrefixAffinity) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        placement: PrefixAffinity,
+        holdings: KvHoldings | None = None,
+        *,
+        token_wait_share: float = 0.25,
+        resync: Callable[[Backend], object] = lambda backend: None,
+        level_changed: Callable[[Backend, Level, Level], object] = lambda backend, before, after: None,
+    ) -> None:
         self._now = clock.now
         self._placement = placement
+        self._holdings = holdings
+        self._token_wait_share = token_wait_share
+        self._resync = resync
+        self._level_changed = level_changed
         self._accounts: dict[Backend, Account] = {}
-        self._untrusted = 0  # how many backends are not trusted now
+        self._untrusted = 0  # how many mirrors are not trusted now
+        self._hits = KvHits()
+
+    # ---- the choice
+
+    def token_patience_s(self, request: RoutingRequest, candidates: Sequence[Backend]) -> float:
+        """How long this request may wait for its token ids: a share of the prefill that a whole hit would save, at most
+        a second. 0 where no candidate's events could make use of them."""
+        holdings = self._holdings
+        if holdings is None or not request.readable:
+            return 0.0
+        for backend in candidates:
+            engine = holdings.engine(backend)
+            if engine is not None and engine.told:
+                saved_s = self._placement.whole_prefill_s(request, backend)
+                return min(self._token_wait_share * saved_s, PATIENCE_LIMIT_S)
+        return 0.0
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
-        choice = self._placement.choose(request, candidates)
-        self._doubt(choice, candidates)
+        known = self._look(request, candidates)
+        choice = self._placement.choose(request, candidates, known)
+        if choice is not None:
+            self._name_reason(choice, candidates, known)
         return choice
 
     def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
-        told = self._placement.explain(request, candidates)
-        self._doubt(told.choice, candidates)
-        for terms in told.candidates:
+        known = self._look(request, candidates)
+        told = self._placement.explain(request, candidates, known)
+        if told.choice is not None:
+            self._name_reason(told.choice, candidates, known)
+        for at, terms in enumerate(told.candidates):
             account = self._accounts.get(terms.backend)
-            terms.terms["trust"] = 1.0 if account is None else account.trust.value
-            terms.terms["trusted"] = account is None or not account.trust.lost
+            by_events = known is not None and known.believed[at]
+            trust = None
+            if account is not None:
+                trust = account.standing.events if by_events else account.standing.mirror
+            terms.terms["trust"] = 1.0 if trust is None else trust.value
+            terms.terms["trusted"] = trust is None or not trust.lost
+            terms.terms["by_events"] = by_events
+            if known is not None and known.tokens[at] >= 0:
+                terms.terms["event_tokens"] = known.tokens[at]
+                terms.terms["event_tokens_in_cpu_memory"] = known.cpu[at]
+                terms.terms["event_tokens_in_storage"] = known.far[at]
         return told
 
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
+        known = self._look(request, (backend,))
+        if known is not None and known.believed[0]:
+            assert self._holdings is not None
+            return known.tokens[0] // (self._holdings.block_tokens(backend) or ENGINE_BLOCK_TOKENS), known.tokens[0]
         return self._placement.match_of(request, backend)
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
-        return self._placement.known_of(backend)
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
+        known = dict(self._placement.known_of(backend))
+        if not known:
+            return known
+        account = self._accounts.get(backend)
+        standing = account.standing if account is not None else Standing()
+        known["placed_by"] = self._level(backend, standing).value
+        known["events_trust"] = standing.events.value if self._told(backend) else None
+        known["mirror_trust"] = standing.mirror.value
+        known["event_resyncs"] = standing.resyncs
+        return known
 
-    def _doubt(self, choice: Choice | None, candidates: Sequence[Backend]) -> None:
-        if choice is not None and self._untrusted and choice.best_blocks and self._ignored_more(choice, candidates):
-            choice.reason = Reason.UNTRUSTED
+    def _look(self, request: RoutingRequest, candidates: Sequence[Backend]) -> KvHits | None:
+        """What the candidates' events tell of this prompt; None where its token ids are not known."""
+        holdings = self._holdings
+        ids = request.ids
+        if holdings is None or ids is None:
+            return None
+        hits = self._hits
+        hits.make_room(len(candidates))
+        index = holdings.index
+        last = len(ids) - 1  # a full hit still computes one token
+        matched_size = 0
+        for at, backend in enumerate(candidates):
+            hits.tokens[at] = -1
+            hits.cpu[at] = hits.far[at] = 0
+            hits.believed[at] = False
+            engine = holdings.engine(backend)
+            if engine is None or not engine.told:
+                continue
+            size = holdings.block_tokens(backend)
+            if not size:
+                continue
+            blocks = request.kv_blocks(size, _adapter(backend, request.model))
+            if size != matched_size:
+                index.match(blocks, size)
+                matched_size = size
+            self._read_runs(hits, at, backend, engine, blocks, size, last // size)
+            account = self._accounts.get(backend)
+            if account is None or not account.standing.events.lost:
+                hits.believed[at] = True
+                if hits.tokens[at] > hits.best_tokens:
+                    hits.best_tokens = hits.tokens[at]
+                    hits.best_prefix = blocks[hits.best_tokens // size - 1]
+        return hits
 
-    def _ignored_more(self, choice: Choice, candidates: Sequence[Backend]) -> bool:
-        """Whether an untrusted candidate has a longer match in the mirror than the one that counted."""
+    def _read_runs(
+        self, hits: KvHits, at: int, backend: Backend, engine: EngineKv, blocks: BlockHashes, size: int, most: int
+    ) -> None:
+        """The tokens of one candidate, by tier, from the runs that the index has just matched; `most` blocks can be a
+        hit. Which rank of several an engine will take is its own affair: the mean is what to expect."""
+        assert self._holdings is not None
+        index = self._holdings.index
+        gpu = cpu = whole = 0
+        for rank in engine.ranks:
+            gpu += min(index.matched_gpu[rank], most)
+            cpu += min(index.matched_cpu[rank], most)
+            whole += min(index.matched_any[rank], most)
+        ranks = len(engine.ranks)
+        if ranks == 1:
+            coming = min(self._holdings.sent.longest(backend.slot, blocks, gpu), most)
+            if coming > gpu:
+                gpu = coming
+                cpu = max(cpu, gpu)
+                whole = max(whole, cpu)
+        hits.tokens[at] = whole // ranks * size
+        hits.cpu[at] = (cpu - gpu) // ranks * size
+        hits.far[at] = (whole - cpu) // ranks * size
+
+    def _name_reason(self, choice: Choice, candidates: Sequence[Backend], known: KvHits | None) -> None:
+        """What the placement called a match or a load, by what it was known from."""
+        if choice.reason is SHAPE:
+            return
+        by_events = False
+        if known is not None:
+            for at, backend in enumerate(candidates):
+                if backend is choice.backend:
+                    by_events = known.believed[at]
+                    break
+        if self._ignored_more(choice, candidates, known, by_events):
+            choice.reason = UNTRUSTED
+        elif by_events:
+            if choice.reason is PREFIX:
+                choice.reason = KV
+        elif not self._any_told(candidates):
+            choice.reason = NO_EVENTS
+        elif choice.request.ids is None:
+            choice.reason = NO_TOKENS
+
+    def _ignored_more(
+        self, choice: Choice, candidates: Sequence[Backend], known: KvHits | None, by_events: bool
+    ) -> bool:
+        """Whether a candidate that is not trusted has a longer match than the one that counted."""
+        if known is not None:
+            for at in range(len(candidates)):
+                if not known.believed[at] and known.tokens[at] > choice.matched_tokens:
+                    return True
+        if by_events or not self._untrusted or choice.best_prefix is None:
+            return False
         matched = self._placement.mirror.matched  # as the choice left it
         own = self._accounts.get(choice.backend)
-        counted = 0 if own is not None and own.trust.lost else choice.match_blocks
+        counted = 0 if own is not None and own.standing.mirror.lost else choice.match_blocks
         for backend in candidates:
             account = self._accounts.get(backend)
-            if account is not None and account.trust.lost and matched[backend.slot] > counted:
+            if account is not None and account.standing.mirror.lost and matched[backend.slot] > counted:
                 return True
         return False
 
+    def _any_told(self, candidates: Sequence[Backend]) -> bool:
+        return any(self._told(backend) for backend in candidates)
+
+    def _told(self, backend: Backend) -> bool:
+        if self._holdings is None:
+            return False
+        engine = self._holdings.engine(backend)
+        return engine is not None and engine.told
+
+    # ---- the life of an attempt
+
     def placed(self, choice: Choice) -> None:
         self._placement.placed(choice)
+        holdings, request = self._holdings, choice.request
+        if holdings is None or request.ids is None or choice.backend.slot < 0:
+            return
+        size = holdings.block_tokens(choice.backend)
+        if size and holdings.engine(choice.backend) is not None:
+            choice.kv_blocks = request.kv_blocks(size, _adapter(choice.backend, request.model))
+            holdings.sent.add(choice.backend.slot, choice.kv_blocks)
 
     def first_byte(self, choice: Choice) -> None:
         before = choice.first_byte_at
@@ -103,12 +280,19 @@ class KvAware:
                 return
             account.polled_answers += 1
             account.polled_prompt += choice.prompt_tokens
-            account.polled_predicted += self._predicted(choice, choice.prompt_tokens)
+            account.polled_mirror += self._mirrored(choice, choice.prompt_tokens)
+            if choice.kv_tokens is None:
+                account.polled_events = None
+            elif account.polled_events is not None:
+                account.polled_events += choice.kv_tokens
 
     def observe(self, choice: Choice, outcome: Outcome) -> None:
+        # Its blocks are in the engine until here, whatever the events say: they are held for it.
+        if choice.kv_blocks is not None and self._holdings is not None:
+            self._holdings.sent.discard(choice.backend.slot, choice.kv_blocks)
         engine = self._placement.engine(choice.backend)
         prompt_tokens = outcome.prompt_tokens
-        if engine is not None and prompt_tokens is not None and choice.placed_at >= engine.cleared_at:
+        if engine is not None and prompt_tokens is not None:
             account = self._account(choice.backend)
             cached = outcome.cached_tokens
             now = self._now()
@@ -117,7 +301,10 @@ class KvAware:
             elif now - account.usage_at <= USAGE_FRESH_S:
                 cached = 0  # releases that leave a zero out
             if cached is not None:
-                self._compare(engine, account, self._predicted(choice, prompt_tokens), cached, 1)
+                if choice.placed_at >= engine.cleared_at:
+                    self._compare_mirror(engine, account, self._mirrored(choice, prompt_tokens), cached, 1)
+                if choice.kv_tokens is not None:
+                    self._compare_events(engine, account, choice.kv_tokens, cached, 1)
         self._placement.observe(choice, outcome)
 
     def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
@@ -141,27 +328,55 @@ class KvAware:
             return
         account.polled_hits += hits
         account.polled_queries += queries
-        if account.polled_predicted < ENOUGH_TOKENS:
+        if account.polled_mirror < ENOUGH_TOKENS and (account.polled_events or 0) < ENOUGH_TOKENS:
             return
         # The engine counts at the start of a prefill and we at its end: the ratio bears that, a sum would not.
         if account.polled_prompt / FOREIGN_RATIO <= account.polled_queries <= account.polled_prompt * FOREIGN_RATIO:
             borne = int(account.polled_prompt * account.polled_hits / account.polled_queries)
-            self._compare(engine, account, account.polled_predicted, borne, account.polled_answers)
+            self._compare_mirror(engine, account, account.polled_mirror, borne, account.polled_answers)
+            if account.polled_events is not None:
+                self._compare_events(engine, account, account.polled_events, borne, account.polled_answers)
         account.start_over()
 
-    def _compare(self, engine: EngineState, account: Account, predicted: int, cached: int, answers: int) -> None:
-        trust = account.trust
+    # ---- trust
+
+    def knowledge_changed(self, backend: Backend) -> None:
+        """Its events came or went."""
+        self._settle(backend, self._account(backend).standing)
+
+    def _compare_mirror(self, engine: EngineState, account: Account, predicted: int, cached: int, answers: int) -> None:
+        trust = account.standing.mirror
         was_lost = trust.lost
-        block = engine.backend.report.block_size_tokens or ENGINE_BLOCK_TOKENS
-        allowance = answers * block + int(predicted * RATIO_ERROR)
+        allowance = answers * self._block(engine) + int(predicted * RATIO_ERROR)
         trust.compare(predicted, cached, allowance=allowance, answers=answers)
         self._untrusted += trust.lost - was_lost
         if engine.trust != trust.worth:
             self._placement.set_trust(engine, trust.worth)
         if trust.cache_gone():
             self._placement.clear(engine)
+        self._settle(engine.backend, account.standing)
 
-    def _predicted(self, choice: Choice, prompt_tokens: int) -> int:
+    def _compare_events(self, engine: EngineState, account: Account, predicted: int, cached: int, answers: int) -> None:
+        allowance = answers * self._block(engine)
+        wanted = account.standing.compare_events(predicted, cached, self._now(), allowance=allowance, answers=answers)
+        self._settle(engine.backend, account.standing)
+        if wanted:
+            self._resync(engine.backend)
+
+    def _settle(self, backend: Backend, standing: Standing) -> None:
+        before = standing.level
+        standing.level = after = self._level(backend, standing)
+        if after is not before:
+            self._level_changed(backend, before, after)
+
+    def _level(self, backend: Backend, standing: Standing) -> Level:
+        return standing.level_where(self._told(backend))
+
+    def _block(self, engine: EngineState) -> int:
+        told = self._holdings.block_tokens(engine.backend) if self._holdings is not None else 0
+        return told or engine.backend.report.block_size_tokens or ENGINE_BLOCK_TOKENS
+
+    def _mirrored(self, choice: Choice, prompt_tokens: int) -> int:
         """Tokens that the mirror held of this prompt, whatever they were worth."""
         if not choice.match_blocks:
             return 0
@@ -176,13 +391,26 @@ class KvAware:
 
     def trust_of(self, backend: Backend) -> Trust | None:
         account = self._accounts.get(backend)
-        return None if account is None else account.trust
+        if account is None:
+            return None
+        return account.standing.events if self._told(backend) else account.standing.mirror
+
+    # ---- the fleet
 
     def joined(self, backend: Backend) -> None:
         self._placement.joined(backend)
 
     def forget(self, backend: Backend) -> None:
         account = self._accounts.pop(backend, None)
-        if account is not None and account.trust.lost:
+        if account is not None and account.standing.mirror.lost:
             self._untrusted -= 1
+        if self._holdings is not None:
+            self._holdings.sent.forget(backend.slot)
         self._placement.forget(backend)
+
+
+def _adapter(backend: Backend, model: str) -> str | None:
+    """The name by which the engine's events know a LoRA adapter: the one that it is asked for by. An adapter's entry in
+    /v1/models names the model that it belongs to."""
+    entry = backend.models.get(model)
+    return model if entry is not None and isinstance(entry.get("parent"), str) else None

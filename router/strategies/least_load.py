@@ -70,7 +70,7 @@ class LeastLoad:
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
         return 0, 0
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         return {}
 
     def placed(self, choice: Choice) -> None:

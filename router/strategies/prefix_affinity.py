@@ -49,6 +49,8 @@ DECODE_TOKENS: Final = (
 CROWDED: Final = 2.0  # the price of a copy, in its own prefill, where it displaces something
 # Seconds of waiting that a second of slower reading is worth; 0.1 cost a tenth of the mean wait of agents.
 READING: Final = 0.03
+CPU_TIER: Final = 0.1  # what loading a token costs until it is learned, in computing it
+FAR_TIER: Final = 0.2
 PRIOR_OUTPUT_TOKENS: Final = 200.0
 PRIOR_STAY_S: Final = 2.5  # from first to last token
 UNKNOWN: Final = float("inf")  # a pool whose size is not reported never overflows
@@ -82,6 +84,31 @@ class PrefixMirror(Protocol):
     def blocks_of(self, slot: int) -> int: ...
 
 
+class KvHits:
+    """What the engines' KV events tell of one prompt, by place among the candidates. Filled by whoever follows them."""
+
+    __slots__ = ("believed", "best_prefix", "best_tokens", "cpu", "far", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # held in any tier, or soon to be; those of one that tells nothing are -1
+        self.cpu: list[int] = []  # how many of these have to be loaded from the engine's CPU memory
+        self.far: list[int] = []  # and from farther away
+        self.believed: list[bool] = []  # False: the mirror is asked
+        self.best_tokens = 0  # the longest of those believed
+        self.best_prefix: int | None = None  # the hash that names it
+
+    def make_room(self, candidates: int) -> None:
+        """For a new question about so many. What the lists hold is the caller's to write."""
+        missing = candidates - len(self.tokens)
+        if missing > 0:
+            self.tokens.extend([-1] * missing)
+            self.cpu.extend([0] * missing)
+            self.far.extend([0] * missing)
+            self.believed.extend([False] * missing)
+        self.best_tokens = 0
+        self.best_prefix = None
+
+
 class EngineState:
     """What is known of one backend. It dies with `forget`; attempts sent before then are strangers to its successor."""
 
@@ -89,7 +116,9 @@ class EngineState:
         "backend",
         "caching",
         "cleared_at",
+        "cpu_token_s",
         "elsewhere",
+        "far_token_s",
         "fixed_s",
         "foreign",
         "foreign_wait_s",
@@ -114,6 +143,8 @@ class EngineState:
         self.size = size
         self.fixed_s = speed.fixed_s
         self.seconds_per_token = 1.0 / speed.tokens_per_s  # as applied: the same number for engines that are alike
+        self.cpu_token_s = CPU_TIER * self.seconds_per_token  # to load a token from the engine's CPU memory
+        self.far_token_s = FAR_TIER * self.seconds_per_token  # from a store that engines share
         self.caching = True
         self.trust = 1.0
         self.worth = 1.0  # of a matched token: trust, or 0 where the engine does not cache
@@ -159,18 +190,24 @@ class PrefixAffinity:
         self._recent: RecentWork[Backend] = RecentWork()
         self._copies = CopyAccounts()
         self._prices: list[float] = []
+        self._hits: list[float] = []  # tokens, by place among the candidates
         self._known: Sequence[Backend] = ()  # the last snapshot whose backends were all known
 
     # ---- the choice
 
-    def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
-        return self._cheapest(request, candidates, None)
+    def choose(
+        self, request: RoutingRequest, candidates: Sequence[Backend], known: KvHits | None = None
+    ) -> Choice | None:
+        """`known`: what KV events tell, in the place of the mirror where it is believed."""
+        return self._cheapest(request, candidates, known, None)
 
-    def explain(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Explanation:
+    def explain(
+        self, request: RoutingRequest, candidates: Sequence[Backend], known: KvHits | None = None
+    ) -> Explanation:
         told = Explanation("the lowest score_s; of those near it (near_least) the longest match, then the lowest load")
         drawn = self._rng.getstate()
         try:
-            told.choice = self._cheapest(request, candidates, told)
+            told.choice = self._cheapest(request, candidates, known, told)
         finally:
             self._rng.setstate(drawn)
         if told.choice is not None:
@@ -183,7 +220,11 @@ class PrefixAffinity:
         return told
 
     def _cheapest(
-        self, request: RoutingRequest, candidates: Sequence[Backend], told: Explanation | None
+        self,
+        request: RoutingRequest,
+        candidates: Sequence[Backend],
+        known: KvHits | None,
+        told: Explanation | None,
     ) -> Choice | None:
         """The choice; `told`, where it is given, is filled with the figures as they are used."""
         if not candidates:
@@ -201,14 +242,18 @@ class PrefixAffinity:
         blocks = request.blocks
         total = request.prompt_tokens or int(request.prefix_bytes / model.text.ratio) or 1
         top = total - 1  # a full hit still computes one token
-        deepest, paid_s = 0, 0.0
+        prefix: int | None = None
         block_tokens = deep = 0.0
         if blocks is not None and (deepest := mirror.match(blocks)):
             block_tokens = self.block_bytes * total / request.prefix_bytes
             deep = deepest * block_tokens
             if deep > top:
                 deep = float(top)
-            paid_s = self._copies.balance_s(blocks[deepest - 1], now)
+            prefix = blocks[deepest - 1]
+        if known is not None and known.best_prefix is not None:  # it names prefixes otherwise than the mirror does
+            prefix = known.best_prefix
+            deep = float(known.best_tokens)
+        paid_s = self._copies.balance_s(prefix, now) if prefix is not None else 0.0
         matched = mirror.matched
         output = model.output_tokens
         if request.max_tokens is not None and request.max_tokens < output:
@@ -230,13 +275,21 @@ class PrefixAffinity:
 
         engines = self._engines
         prices = self._prices
+        hits = self._hits
         least = shortest = float("inf")
         longest = 0.0
         for at, backend in enumerate(candidates):
             engine = engines[backend]
-            hit = matched[engine.slot] * block_tokens * engine.worth
-            if hit > top:
-                hit = float(top)
+            loading = 0.0
+            if known is not None and known.believed[at]:
+                hit = float(known.tokens[at])
+                if known.cpu[at] or known.far[at]:
+                    loading = known.cpu[at] * engine.cpu_token_s + known.far[at] * engine.far_token_s
+            else:
+                hit = matched[engine.slot] * block_tokens * engine.worth
+                if hit > top:
+                    hit = float(top)
+            hits[at] = hit
             if hit > longest:
                 longest = hit
             left = total - hit
@@ -254,7 +307,7 @@ class PrefixAffinity:
             if wait < shortest:
                 shortest = wait
             token_s = engine.seconds_per_token
-            work = engine.fixed_s + left * token_s
+            work = engine.fixed_s + left * token_s + loading
             decoding = (ledger.decoding + engine.foreign) * token_s * slower
             price = wait + work + pressure * work * (wait + 0.5 * work) + decoding
             if told is not None:
@@ -281,13 +334,24 @@ class PrefixAffinity:
             if price < least:
                 least = price
 
-        chosen = self._nearest(candidates, least, matched, block_tokens, top)
+        place = self._nearest(candidates, least)
+        chosen = engines[candidates[place]]
         raw = matched[chosen.slot] if block_tokens else 0
-        hit = min(raw * block_tokens * chosen.worth, top)
+        hit = hits[place]
         reason = self._reason(request, chosen, hit, longest, total)
         ledger = chosen.ledger
         wait = chosen.foreign_wait_s + (ledger.wait_s(now) if ledger.pending_s else 0.0)
-        return self._choice(request, chosen, reason, raw, hit, total, deepest, max(wait - shortest, 0.0))
+        choice = self._choice(request, chosen, reason, raw, hit, total)
+        choice.best_prefix = prefix
+        choice.spared_s = max(wait - shortest, 0.0)
+        held = raw * block_tokens
+        if known is not None and known.tokens[place] >= 0:
+            choice.kv_tokens = known.tokens[place]
+            if known.believed[place]:
+                held = hit
+                choice.uncached_s += known.cpu[place] * chosen.cpu_token_s + known.far[place] * chosen.far_token_s
+        choice.missing_tokens = max(deep - held, 0.0)
+        return choice
 
     def _reason(self, request: RoutingRequest, chosen: EngineState, hit: float, longest: float, total: int) -> Reason:
         """`prefix` where the match is useful and none of the candidates has a longer one that was outweighed."""
@@ -298,23 +362,21 @@ class PrefixAffinity:
             return LOAD
         return PREFIX if (longest - hit) * token_s <= NEAR_S else LOAD
 
-    def _nearest(
-        self, candidates: Sequence[Backend], least: float, matched: array[int], block_tokens: float, top: int
-    ) -> EngineState:
-        """Of the prices near the least: the longest match, the fewest outstanding, the least recent work, the lot."""
+    def _nearest(self, candidates: Sequence[Backend], least: float) -> int:
+        """Of the prices near the least: the longest match, the fewest outstanding, the least recent work, the lot.
+        Its place among the candidates."""
         limit = _near(least)
-        engines, prices, recent = self._engines, self._prices, self._recent.of
-        best: EngineState | None = None
+        engines, prices, hits, recent = self._engines, self._prices, self._hits, self._recent.of
+        best = -1
         best_hit = best_load = best_recent = 0.0
         ties = 1
         for at, backend in enumerate(candidates):
             if prices[at] > limit:
                 continue
-            engine = engines[backend]
-            hit = min(matched[engine.slot] * block_tokens * engine.worth, top)
+            hit = hits[at]
             load = backend.in_flight / backend.weight
-            if best is not None:
-                more_s = (hit - best_hit) * engine.seconds_per_token
+            if best >= 0:
+                more_s = (hit - best_hit) * engines[backend].seconds_per_token
                 if more_s < -NEAR_S:
                     continue
                 if more_s <= NEAR_S:
@@ -328,11 +390,11 @@ class PrefixAffinity:
                             ties += 1
                             if self._random() * ties >= 1.0:
                                 continue
-                            best, best_hit = engine, hit
+                            best, best_hit = at, hit
                             continue
-            best, best_hit, best_load, ties = engine, hit, load, 1
+            best, best_hit, best_load, ties = at, hit, load, 1
             best_recent = recent(backend) / backend.weight
-        assert best is not None
+        assert best >= 0
         return best
 
     def _freeing_s(self, engine: EngineState, over: float) -> float:
@@ -348,7 +410,14 @@ class PrefixAffinity:
         """The choice of a given backend, for strategies that choose by other means: with its match and its work."""
         engine = self._engines.get(backend) or self._join(backend)
         raw, hit, total = self._match(request, engine)
-        return self._choice(request, engine, reason, raw, hit, total, 0, 0.0)
+        return self._choice(request, engine, reason, raw, hit, total)
+
+    def whole_prefill_s(self, request: RoutingRequest, backend: Backend) -> float:
+        """What computing all of a prompt takes a backend, without its fixed cost."""
+        engine = self._engines.get(backend) or self._join(backend)
+        model = self._models.get(request.model, self._further_models)
+        total = request.prompt_tokens or int(request.prefix_bytes / model.text.ratio)
+        return total * engine.seconds_per_token
 
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
         engine = self._engines.get(backend)
@@ -376,8 +445,6 @@ class PrefixAffinity:
         match_blocks: int,
         hit: float,
         total: int,
-        best_blocks: int,
-        spared_s: float,
     ) -> Choice:
         cached = int(hit)
         return Choice(
@@ -389,8 +456,6 @@ class PrefixAffinity:
             prompt_tokens=total,
             uncached_tokens=total - cached,
             uncached_s=engine.fixed_s + (total - cached) * engine.seconds_per_token,
-            best_blocks=best_blocks,
-            spared_s=spared_s,
         )
 
     # ---- the life of an attempt
@@ -412,8 +477,8 @@ class PrefixAffinity:
         engine.quiet = None if len(ledger) else choice
         kv_tokens = choice.prompt_tokens + int(model.output_tokens)
         blocks = request.blocks
-        best = choice.best_blocks
-        if best and blocks is not None and blocks[best - 1] in self._copies:
+        prefix = choice.best_prefix
+        if prefix is not None and prefix in self._copies:
             kv_tokens -= choice.matched_tokens  # held by others
         ledger.sent(choice, work_s, kv_tokens, now, silent=not request.stream)
         model.arrivals.arrived(now, work_s)
@@ -421,13 +486,12 @@ class PrefixAffinity:
         self._recent.add(choice.backend, work_s, now)
         if blocks is None or not blocks:
             return
-        if best:
-            if choice.match_blocks >= best:
+        if prefix is not None:
+            if choice.missing_tokens < 1.0:
                 saved_s = choice.matched_tokens * engine.seconds_per_token
-                self._copies.served(blocks[best - 1], saved_s, choice.spared_s, now)
+                self._copies.served(prefix, saved_s, choice.spared_s, now)
             else:
-                missing = (best - choice.match_blocks) * self.block_bytes * choice.prompt_tokens / request.prefix_bytes
-                self._copies.copied(blocks[best - 1], missing * engine.seconds_per_token, now)
+                self._copies.copied(prefix, choice.missing_tokens * engine.seconds_per_token, now)
         if engine.caching and choice.prompt_tokens <= self._longest_prompt(engine, request.model):
             self._mirror.insert(engine.slot, blocks)
 
@@ -489,7 +553,7 @@ class PrefixAffinity:
         prompt_tokens = outcome.prompt_tokens
         if (
             prompt_tokens is not None
-            and request.prompt_tokens is None
+            and not request.ids_in_body
             and model.text.observe(request.prefix_bytes, prompt_tokens)
         ):
             self._size_mirror(engine, model.text.ratio)
@@ -578,7 +642,7 @@ class PrefixAffinity:
     def trust_of(self, backend: Backend) -> Trust | None:
         return None
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         engine = self._engines.get(backend)
         if engine is None:
             return {}
@@ -636,6 +700,7 @@ class PrefixAffinity:
         missing = len(candidates) - len(self._prices)
         if missing > 0:
             self._prices.extend([0.0] * missing)
+            self._hits.extend([0.0] * missing)
         if isinstance(candidates, tuple):  # what cannot change need not be looked at again
             self._known = candidates
 

@@ -59,7 +59,7 @@ class RoundRobin:
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
         return 0, 0
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         return {}
 
     # The rotation needs to hear of nothing else.

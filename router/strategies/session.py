@@ -53,7 +53,7 @@ class Session:
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
         return self._keyless.match_of(request, backend)
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         return self._keyless.known_of(backend)
 
     def _winner(self, key: bytes, candidates: Sequence[Backend], told: Explanation | None = None) -> Backend:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Final, Protocol
 
 from native.block_hash import BlockHashes
+from native.token_hash import block_hashes
 from router.backends.backend import Backend, EngineReport
 from router.learning.trust import Trust
 
@@ -19,6 +21,7 @@ class Need(Enum):
 
     PREFIX_BLOCKS = auto()
     SESSION_KEY = auto()
+    TOKENS = auto()
 
 
 class Reason(StrEnum):
@@ -43,13 +46,18 @@ class RoutingRequest:
     """What a strategy may know of a request."""
 
     __slots__ = (
+        "_kv_block_tokens",
+        "_kv_blocks",
         "arrived_at",
         "blocks",
+        "ids",
+        "ids_in_body",
         "max_tokens",
         "model",
         "prefix_bytes",
         "prompt_tokens",
         "readable",
+        "salt",
         "session_key",
         "stream",
     )
@@ -71,11 +79,32 @@ class RoutingRequest:
         self.arrived_at = arrived_at  # clock.now()
         self.blocks = blocks  # chained hashes of the routing prefix; None where not needed or not readable
         self.prefix_bytes = prefix_bytes  # length of the whole routing prefix, the unhashed tail included
-        self.prompt_tokens = prompt_tokens  # where the body itself holds token ids, else None
+        self.prompt_tokens = prompt_tokens  # where they were counted, else None
+        self.ids_in_body = prompt_tokens is not None  # its prefix is ids, and tells nothing of text
         self.session_key = session_key
         self.max_tokens = max_tokens
         self.readable = readable  # False: a body of unknown shape, routed by load
         self.stream = stream  # False: the first byte comes with the last token, and does not tell when prefill ended
+        self.ids: array[int] | None = None  # the prompt as the engine will see it: array("I"); see take_ids
+        self.salt: str | None = None
+        self._kv_blocks: BlockHashes | None = None
+        self._kv_block_tokens = 0
+
+    def take_ids(self, ids: array[int], salt: str | None) -> None:
+        """The prompt's token ids and its cache_salt."""
+        self.ids = ids
+        self.salt = salt
+        self.prompt_tokens = len(ids)
+
+    def kv_blocks(self, block_tokens: int, adapter: str | None) -> BlockHashes:
+        """The hashes by which the engines' blocks are known, of a prompt whose ids are there. The last block size is
+        remembered: a fleet has one, and so has a model its adapter."""
+        known = self._kv_blocks
+        if known is None or self._kv_block_tokens != block_tokens:
+            assert self.ids is not None
+            known = self._kv_blocks = block_hashes(self.ids, block_tokens, lora=adapter, salt=self.salt)
+            self._kv_block_tokens = block_tokens
+        return known
 
 
 class Choice:
@@ -83,10 +112,13 @@ class Choice:
 
     __slots__ = (
         "backend",
-        "best_blocks",
+        "best_prefix",
         "first_byte_at",
+        "kv_blocks",
+        "kv_tokens",
         "match_blocks",
         "matched_tokens",
+        "missing_tokens",
         "placed_at",
         "prompt_tokens",
         "quiet",
@@ -108,19 +140,20 @@ class Choice:
         prompt_tokens: int = 0,
         uncached_tokens: int = 0,
         uncached_s: float = 0.0,
-        best_blocks: int = 0,
-        spared_s: float = 0.0,
     ) -> None:
         self.request = request
         self.backend = backend
         self.reason = reason
-        self.match_blocks = match_blocks
+        self.match_blocks = match_blocks  # of the mirror
         self.matched_tokens = matched_tokens  # predicted hit
-        self.prompt_tokens = prompt_tokens  # estimated where the body does not say
+        self.prompt_tokens = prompt_tokens  # estimated where they were not counted
         self.uncached_tokens = uncached_tokens
         self.uncached_s = uncached_s  # the prefill that this request brings
-        self.best_blocks = best_blocks  # the longest match that any backend has
-        self.spared_s = spared_s  # how much shorter the shortest wait of the candidates was
+        self.best_prefix: int | None = None  # the hash that names the longest match that any backend has
+        self.missing_tokens = 0.0  # how much shorter this backend's is
+        self.spared_s = 0.0  # how much shorter the shortest wait of the candidates was
+        self.kv_tokens: int | None = None  # the hit by the engine's KV events, believed or not; None: it tells none
+        self.kv_blocks: BlockHashes | None = None  # as the engine's events would name them
         self.placed_at = NEVER  # clock.now(); written by the strategy
         self.first_byte_at = NEVER
         self.quiet = False  # whether it had the backend for itself until its first byte; written by the strategy
@@ -195,7 +228,7 @@ class Strategy(Protocol):
         """Index blocks and tokens of this prompt that a backend likely holds, a candidate or not. Changes nothing."""
         ...
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         """What was learned of a backend, for the admin listing, each figure named with its unit. Empty where nothing
         is learned."""
         ...
@@ -227,4 +260,12 @@ class Strategy(Protocol):
     def trust_of(self, backend: Backend) -> Trust | None:
         """How far the backend's reports bear our predictions out, for the admin listing and the metrics. None where
         nothing is compared."""
+        ...
+
+
+class TokenStrategy(Strategy, Protocol):
+    """One with Need.TOKENS."""
+
+    def token_patience_s(self, request: RoutingRequest, candidates: Sequence[Backend]) -> float:
+        """How long this request may wait for its token ids before it is placed; 0 where they would not help."""
         ...

@@ -80,7 +80,7 @@ def test_kvaware_tells_its_trust_and_the_same_reason() -> None:
     for _ in range(12):
         engine = strategy._placement.engine(liar)
         assert engine is not None
-        strategy._compare(engine, strategy._account(liar), 2000, 600, 1)
+        strategy._compare_mirror(engine, strategy._account(liar), 2000, 600, 1)
     told = strategy.explain(request(SHARED), (liar, other))
     choice = strategy.choose(request(SHARED), (liar, other))
     assert told.choice is not None

@@ -425,8 +425,8 @@ def test_cached_blocks_need_room_unless_others_hold_them() -> None:
     assert alone is not None
     assert alone.backend is free
     assert rig.placement is not None
-    assert asked.blocks is not None
-    rig.placement._copies.served(asked.blocks[alone.best_blocks - 1], 0.07, 0.0, rig.clock.now())
+    assert alone.best_prefix is not None
+    rig.placement._copies.served(alone.best_prefix, 0.07, 0.0, rig.clock.now())
     shared = rig.strategy.choose(asked, rig.backends)
     assert shared is not None
     assert shared.backend is there
