@@ -31,7 +31,9 @@ from router.control import Control
 from router.dashboard.history import Recorder
 from router.dashboard.live import Live
 from router.dashboard.server import add_routes as add_dashboard
+from router.engine_caches import EngineCaches
 from router.index.prefix_index import PrefixTree
+from router.kv_events.settings import IntakeSettings
 from router.metrics import CONTENT_TYPE, Metrics
 from router.metrics_exporter import BackendFigures, Exporter, Snapshot
 from router.net.downstream import Downstream, DownstreamLimits
@@ -48,6 +50,7 @@ from router.strategies.registry import build as build_strategy
 from router.strategies.strategy import Need
 from router.systemd import Notifier
 from router.tls import ClientContexts
+from router.tokens.tokens import Tokens, TokensSettings
 from router.tracing import OtlpTracer
 from router.wire.http_head import RequestHead
 
@@ -70,16 +73,31 @@ class Gateway:
         self.registry = Registry(clock)
         self.control = Control(config, read or (lambda: config), self.registry, self.metrics, self._apply)
         self.index = PrefixTree(config.index.memory_limit_bytes)
+        self._tls: ssl.SSLContext | None = None
+        self._client_tls = ClientContexts()
+        self.caches = EngineCaches(
+            self.registry,
+            clock,
+            self.metrics,
+            poll_session,
+            IntakeSettings(),
+            _token_settings(config),
+            self._client_tls,
+            config.index.kv_memory_limit_bytes,
+            self._use_tokens,
+        )
         self._strategy_parts = Dependencies(
             clock=clock,
             rng=random.Random(),
             mirror=self.index,
             block_bytes=config.index.block_bytes,
             assumed_kv_tokens=config.index.assumed_kv_tokens,
+            holdings=self.caches.holdings,
+            token_wait_share=config.routing.kvaware.token_wait_share,
+            resync=self.caches.resync,
+            level_changed=self.caches.level_changed,
         )
         self.registry.set_aliases(config.models.aliases)
-        self._tls: ssl.SSLContext | None = None
-        self._client_tls = ClientContexts()
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)
         self.ejector = Ejector(self.registry, clock, config.health)
         self.ejector.on_silent = self._repeat_elsewhere
@@ -137,6 +155,7 @@ class Gateway:
             render_metrics=self.exporter.text,
             metrics_content_type=CONTENT_TYPE,
             hit_accounting=self._hit_accounting,
+            kv_events=self.caches.describe,
             version={"version": __version__, "request_path": build, "python": platform.python_version()},
             add_routes=lambda app: add_dashboard(app, live),
         )
@@ -146,6 +165,7 @@ class Gateway:
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
         self._set_lines(config)
+        self.caches.use(self.services.strategy, _token_settings(config))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -171,6 +191,7 @@ class Gateway:
             await self.admin.stop()
             raise
         await self.health.start()
+        await self.caches.start()
         self.recorder.start()
         # What was made until here stays: the collector need not look at it again and again.
         gc.collect()
@@ -210,6 +231,7 @@ class Gateway:
         for connection in list(self.connections):
             connection.abort()
         self.recorder.stop()
+        await self.caches.stop()
         await self.health.stop()
         self.ejector.stop()
         self.services.pool.close()
@@ -241,7 +263,9 @@ class Gateway:
         self.health.configure(new.health)
         self.ejector.configure(new.health)
         self.recorder.poll_every(new.health.interval_s)
-        if new.routing.strategy != old.routing.strategy:
+        self._strategy_parts.token_wait_share = new.routing.kvaware.token_wait_share
+        before = (old.routing.strategy, old.routing.kvaware, old.models.tokenizers)
+        if before != (new.routing.strategy, new.routing.kvaware, new.models.tokenizers):
             self._change_strategy(new)
         if new.log != old.log:
             set_up_logging(new)
@@ -267,6 +291,10 @@ class Gateway:
         for backend in self.registry.backends:
             strategy.joined(backend)
         self.services.use_strategy(strategy)
+        self.caches.use(strategy, _token_settings(new))
+
+    def _use_tokens(self, tokens: Tokens | None) -> None:
+        self.services.tokens = tokens
 
     def _set_lines(self, config: Config) -> None:
         """Access and decision lines that are made from now on are as `[log]` says."""
@@ -362,6 +390,7 @@ class Gateway:
         logger.warning("backend %s is another process than before: its cache is taken for empty", backend.name)
         self.services.strategy.forget(backend)
         self.services.strategy.joined(backend)
+        self.caches.restarted(backend)
 
     def _check_engine(self, backend: Backend, tell: Callable[[bool], None]) -> Callable[[], object]:
         return self._tell_result(self.health.check_now(backend), tell)
@@ -424,6 +453,7 @@ class Gateway:
                     kv_usage=b.report.kv_usage,
                     hit_ratio=_hit_ratio(b.report),
                     index_blocks=self.index.blocks_of(b.slot) if b.slot >= 0 else 0,
+                    kv_blocks=self.caches.holdings.held_blocks(b),
                     models=b.models,
                 )
                 for b in self.registry.backends
@@ -431,7 +461,7 @@ class Gateway:
             ],
             queue_depth=s.admission.depth,
             queued_by_model=s.admission.queued_by_model(),
-            index_memory_bytes=self.index.memory_bytes(),
+            index_memory_bytes=self.index.memory_bytes() + self.caches.holdings.index.memory_bytes(),
             connections=len(self.connections),
             upstream_connections=s.pool.open,
             open_exchanges=len(s.exchanges),
@@ -464,6 +494,11 @@ def _exchange_settings(config: Config) -> ExchangeSettings:
         max_in_flight_per_backend=config.limits.max_in_flight_per_backend,
         metrics_on_data_port=config.server.metrics,
     )
+
+
+def _token_settings(config: Config) -> TokensSettings:
+    kvaware = config.routing.kvaware
+    return TokensSettings(tokenization=kvaware.tokenization, folder=kvaware.tokenizer, folders=config.models.tokenizers)
 
 
 def _downstream_limits(config: Config) -> DownstreamLimits:

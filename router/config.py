@@ -36,13 +36,9 @@ BACKENDS_LIMIT: Final = 4096
 NOT_BUILT: Final[Mapping[str, Callable[[Any], bool]]] = {
     # key path without indexes -> whether the value is one that already works. Remove a line when its feature is built.
     "server.workers": lambda value: value == 1,
-    "routing.kvaware.tokenization": lambda value: value == "auto",
-    "routing.kvaware.tokenizer": lambda value: value is None,
     "routing.line.hold": lambda value: value == "auto",
     "kv_cache.l2": lambda value: value is None,
     "kv_cache.l2_format": lambda value: value == "lmcache",
-    "backends.kv_events": lambda value: value in ("auto", "off"),
-    "models.tokenizers": lambda value: not value,
     "redis.url": lambda value: value is None,
 }
 
@@ -346,6 +342,7 @@ class KvAwareConfig:
 
     tokenization: str = _key("auto", _one_of("auto", "local", "engine", "off"))
     tokenizer: str | None = _key(None, _path())
+    token_wait_share: float = _key(0.25, _number(0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,10 +499,11 @@ class TracingConfig:
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
-    """`[index]`: the mirror of the engines' prefix caches. `assumed_kv_tokens`: an engine's capacity until it tells."""
+    """`[index]`: the mirror of the engines' prefix caches, and what their KV events tell. `assumed_kv_tokens`: an engine's capacity until it tells."""
 
     block_bytes: int = _key(128, _integer(16, 65_536, "bytes"))
     memory_limit_bytes: int = _key(268_435_456, _integer(1_048_576, 2**46, "bytes"))
+    kv_memory_limit_bytes: int = _key(268_435_456, _integer(1_048_576, 2**46, "bytes"))
     assumed_kv_tokens: int = _key(500_000, _integer(1, 10**12, "tokens"))
 
 

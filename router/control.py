@@ -99,7 +99,7 @@ class Control:
             self._added.pop(wanted.name, None)  # the file's from now on
             present = self._present(wanted.name)
             if present is not None and _same_place(present, wanted):
-                self._registry.reconfigure(present, wanted.weight, wanted.api_key, wanted.models)
+                self._registry.reconfigure(present, wanted.weight, wanted.api_key, wanted.models, wanted.kv_events)
                 continue
             if present is not None:
                 self._registry.remove(wanted.name)
@@ -150,6 +150,7 @@ class Control:
             wanted.models,
             tls_ca=wanted.tls_ca,
             tls_verify=wanted.tls_verify,
+            kv_events=wanted.kv_events,
         )
 
     def _present(self, name: str) -> Backend | None:

@@ -65,6 +65,8 @@ class Metrics:
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
         self.kv_events: defaultdict[tuple[str, str], int] = defaultdict(int)  # by backend and type
         self.kv_event_gaps = 0
+        self.kv_resyncs: defaultdict[str, int] = defaultdict(int)  # by backend
+        self.kv_levels: defaultdict[tuple[str, str], int] = defaultdict(int)  # by backend and the level it came to
         self.reloads: dict[str, int] = {"ok": 0, "failed": 0}
         self.broken_exchanges = 0
         self.access_lines_dropped = 0
@@ -93,5 +95,7 @@ class Metrics:
         self.by_backend.pop(name, None)
         for event in [event for event in self.kv_events if event[0] == name]:
             del self.kv_events[event]
-        for by_backend in (self.matched_predicted, self.matched_reported, self.prompt_tokens):
+        for level in [level for level in self.kv_levels if level[0] == name]:
+            del self.kv_levels[level]
+        for by_backend in (self.matched_predicted, self.matched_reported, self.prompt_tokens, self.kv_resyncs):
             by_backend.pop(name, None)

@@ -42,6 +42,7 @@ class BackendFigures:
     kv_usage: float | None
     hit_ratio: float | None
     index_blocks: int
+    kv_blocks: int
     models: Collection[str]  # not changed in place
 
 
@@ -52,7 +53,7 @@ class Snapshot:
     backends: list[BackendFigures] = field(default_factory=list)
     queue_depth: int = 0
     queued_by_model: dict[str, int] = field(default_factory=dict)
-    index_memory_bytes: int = 0
+    index_memory_bytes: int = 0  # of the mirror and the index of events
     connections: int = 0
     upstream_connections: int = 0
     open_exchanges: int = 0
@@ -70,6 +71,8 @@ class Frozen:
         self.reported = list(metrics.matched_reported.items())
         self.prompt_tokens = list(metrics.prompt_tokens.items())
         self.kv_events = list(metrics.kv_events.items())
+        self.kv_resyncs = list(metrics.kv_resyncs.items())
+        self.kv_levels = list(metrics.kv_levels.items())
         self.kv_event_gaps = metrics.kv_event_gaps
         self.reloads = list(metrics.reloads.items())
         self.broken_exchanges = metrics.broken_exchanges
@@ -134,6 +137,12 @@ def _matched(c: Frozen) -> Series:
             yield _labels(backend=backend, kind=kind), n
 
 
+def _index_blocks(counters: Frozen, now: Snapshot) -> Series:
+    for b in now.backends:
+        yield _labels(index="mirror", backend=b.name), b.index_blocks
+        yield _labels(index="events", backend=b.name), b.kv_blocks
+
+
 def _demand(counters: Frozen, now: Snapshot) -> Series:
     demand: defaultdict[str, float] = defaultdict(float)
     steps = 0
@@ -190,6 +199,16 @@ FAMILIES: Final = (
         "kv_event_gaps_total", "Times that KV events of an engine were missed.", lambda c: iter([("", c.kv_event_gaps)])
     ),
     _counter(
+        "kv_resyncs_total",
+        "Times that the KV events of an engine were heard anew, as its reports contradicted them.",
+        lambda c: ((_labels(backend=backend), n) for backend, n in c.kv_resyncs),
+    ),
+    _counter(
+        "kv_level_changes_total",
+        "Times that kvaware came to place a backend's requests by its events, by the mirror of its cache or by load.",
+        lambda c: ((_labels(backend=backend, to=level), n) for (backend, level), n in c.kv_levels),
+    ),
+    _counter(
         "config_reloads_total",
         "Reloads of the configuration by result; a failed one leaves the old one working.",
         lambda c: ((_labels(result=result), n) for result, n in c.reloads),
@@ -232,7 +251,7 @@ FAMILIES: Final = (
         "index_blocks",
         "gauge",
         "Blocks in the index.",
-        lambda counters, now: ((_labels(index="mirror", backend=b.name), b.index_blocks) for b in now.backends),
+        _index_blocks,
     ),
     _gauge("index_memory_bytes", "Memory of the index.", lambda now: now.index_memory_bytes),
     _gauge("queue_depth", "Requests waiting for a place.", lambda now: now.queue_depth),

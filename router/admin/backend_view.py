@@ -11,8 +11,6 @@ from router.backends.backend import Backend, State
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, StateChanged
 from router.proxy.services import Services
 
-# Of the backend, as long as nothing here reads events.
-KV_EVENTS: Final = {"state": "off", "why": "this version reads no KV events; the index follows what was sent"}
 PAUSE_EVERY: Final = 32  # backends: half a millisecond, in which no request moves
 
 
@@ -26,11 +24,18 @@ class _Known:
 
 
 class BackendView:
-    """Follows the fleet from its construction to `close`. `hit_accounting` gives the figures under `hits`."""
+    """Follows the fleet from its construction to `close`. `hit_accounting` gives the figures under `hits`, `kv_events`
+    what is under that."""
 
-    def __init__(self, services: Services, hit_accounting: Callable[[Backend], Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        services: Services,
+        hit_accounting: Callable[[Backend], Mapping[str, object]],
+        kv_events: Callable[[Backend], Mapping[str, object]],
+    ) -> None:
         self._services = services
         self._hit_accounting = hit_accounting
+        self._kv_events = kv_events
         self._known = {backend: _Known(services.clock.now()) for backend in services.registry.backends}
         self.close = services.registry.subscribe(self._fleet_changed)
 
@@ -102,7 +107,7 @@ class BackendView:
             "hits": dict(self._hit_accounting(backend)),
             "learned": learned,
             "index": index,
-            "kv_events": dict(KV_EVENTS),
+            "kv_events": dict(self._kv_events(backend)),
         }
 
 

@@ -28,7 +28,8 @@ CLOSE_TIMEOUT_S: Final = 1.0  # for answers under way when the port closes
 
 class AdminServer:
     """`render_metrics` gives the body of /metrics in the type `metrics_content_type`; `hit_accounting` the figures of
-    one backend that its listing shows under `hits`, by name. Both are called for each answer, on the event loop.
+    one backend that its listing shows under `hits`, by name, `kv_events` those under that. All are called for each
+    answer, on the event loop.
     `version`: what GET /version tells. `add_routes` is called with the application before it starts, to add to it."""
 
     def __init__(
@@ -41,6 +42,7 @@ class AdminServer:
         render_metrics: Callable[[], Awaitable[bytes]],
         metrics_content_type: str,
         hit_accounting: Callable[[Backend], Mapping[str, object]],
+        kv_events: Callable[[Backend], Mapping[str, object]],
         version: Mapping[str, str],
         add_routes: Callable[[web.Application], object] | None = None,
     ) -> None:
@@ -52,7 +54,7 @@ class AdminServer:
         self._metrics_content_type = metrics_content_type
         self._version = dict(version)
         self._add_routes = add_routes
-        self._view = BackendView(services, hit_accounting)
+        self._view = BackendView(services, hit_accounting, kv_events)
         self._explanations = 0  # under way
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None

@@ -80,6 +80,7 @@ class Backend:
     configured_models: tuple[str, ...] | None = None
     tls_ca: str | None = None  # a PEM file in place of the system's CAs
     tls_verify: bool = True
+    kv_events: str = "auto"  # or off, or tcp://host:port, where its KV events are
     slot: int = -1
     state: State = State.STARTING
     draining: bool = False

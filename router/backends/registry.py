@@ -302,6 +302,7 @@ class Registry:
         models: Sequence[str] | None = None,
         tls_ca: str | None = None,
         tls_verify: bool = True,
+        kv_events: str = "auto",
     ) -> Backend:
         """A new backend, in state STARTING. An empty name becomes host:port.
 
@@ -327,6 +328,7 @@ class Registry:
             configured_models=tuple(models) if models is not None else None,
             tls_ca=tls_ca,
             tls_verify=tls_verify,
+            kv_events=kv_events,
             out_since=self._clock.now(),
         )
         self._by_name[name] = backend
@@ -354,14 +356,22 @@ class Registry:
         self.reap()
         return backend
 
-    def reconfigure(self, backend: Backend, weight: float, api_key: str | None, models: Sequence[str] | None) -> bool:
+    def reconfigure(
+        self,
+        backend: Backend,
+        weight: float,
+        api_key: str | None,
+        models: Sequence[str] | None,
+        kv_events: str = "auto",
+    ) -> bool:
         """Other values for one that stays; its state, load and cache stay too. True if that says anything new."""
         if backend.deleted or backend not in self:
             return False
         configured = tuple(models) if models is not None else None
-        if (backend.weight, backend.api_key, backend.configured_models) == (weight, api_key, configured):
+        before = (backend.weight, backend.api_key, backend.configured_models, backend.kv_events)
+        if before == (weight, api_key, configured, kv_events):
             return False
-        backend.weight, backend.api_key = weight, api_key
+        backend.weight, backend.api_key, backend.kv_events = weight, api_key, kv_events
         if backend.configured_models != configured:
             backend.configured_models = configured
             # What it listed is kept until it is asked again; names that are no longer configured go at once.

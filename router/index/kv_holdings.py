@@ -11,14 +11,13 @@ from router.backends.backend import Backend
 
 
 class EngineKv:
-    """One engine's ranks in the index. `told`: its events are complete and up to date, so what is not there is not in
-    the engine either."""
+    """One engine's ranks in the index. `followed`: its events are complete and up to date."""
 
-    __slots__ = ("ranks", "told")
+    __slots__ = ("followed", "ranks")
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.told = False
+        self.followed = False
 
 
 class KvHoldings:
@@ -38,7 +37,7 @@ class KvHoldings:
         if engine is None:
             engine = self._engines[backend] = EngineKv()
         engine.ranks = (*engine.ranks, rank)
-        engine.told = False  # until somebody says so of all of them
+        engine.followed = False  # until somebody says so of all of them
         self._owners[rank] = backend
         return rank
 
@@ -61,15 +60,27 @@ class KvHoldings:
 
     # --- who is known how well
 
-    def set_told(self, backend: Backend, told: bool) -> None:
+    def set_followed(self, backend: Backend, followed: bool) -> None:
         """Whether all of its ranks are followed without a gap."""
         engine = self._engines.get(backend)
         if engine is not None:
-            engine.told = told
+            engine.followed = followed
 
-    def engine(self, backend: Backend) -> EngineKv | None:
-        """None where nothing is known of it by events."""
-        return self._engines.get(backend)
+    def told(self, backend: Backend) -> EngineKv | None:
+        """The engine where all that it holds is known here: what is not in the index is not in the engine. Else None,
+        be it for want of events or of memory."""
+        engine = self._engines.get(backend)
+        if engine is None or not engine.followed:
+            return None
+        for rank in engine.ranks:
+            if self.index.incomplete(rank):
+                return None
+        return engine
+
+    def out_of_memory(self, backend: Backend) -> bool:
+        """Whether blocks of it had to be left out."""
+        engine = self._engines.get(backend)
+        return engine is not None and any(self.index.incomplete(rank) for rank in engine.ranks)
 
     def block_tokens(self, backend: Backend) -> int:
         """The block size of its events; before its first one that which it reports, 0 for none."""

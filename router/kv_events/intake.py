@@ -71,8 +71,8 @@ class _Follower:
 
 
 class KvEventIntake:
-    """From `start` to `stop`, on the loop's thread. `sink` gets the batches; `on_state(backend, rank)` is called after
-    each change of a rank's state, with rank None where the backend as a whole has no events."""
+    """From `start` to `stop`, on the loop's thread. `sink` gets the batches; `on_state(backend)` is called after
+    each change of the state of one of its ranks, or of the backend as a whole where it has none."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KvEventIntake:
         settings: IntakeSettings,
         metrics: Metrics | None = None,
         contexts: ClientContexts | None = None,
-        on_state: Callable[[Backend, int | None], object] | None = None,
+        on_state: Callable[[Backend], object] = lambda backend: None,
     ) -> None:
         self._registry = registry
         self._clock = clock
@@ -92,7 +92,7 @@ class KvEventIntake:
         self._settings = settings
         self._metrics = metrics or Metrics()
         self._contexts = contexts or ClientContexts()
-        self._on_state = on_state or (lambda backend, rank: None)
+        self._on_state = on_state
         self._followers: dict[Backend, _Follower] = {}
         self._held_bytes = HeldBytes(settings.held_bytes)
         self._session: aiohttp.ClientSession | None = None
@@ -146,6 +146,20 @@ class KvEventIntake:
         follower.failures = 0
         follower.wake.set()
 
+    def resync(self, backend: Backend) -> None:
+        """What its events told is wrong: it is forgotten, and heard again."""
+        follower = self._followers.get(backend)
+        if follower is not None:
+            for rank in follower.ranks.values():
+                rank.feed.resync("what they told was wrong, and there is no replay endpoint to hear it again")
+
+    def ranks_of(self, backend: Backend) -> tuple[tuple[int, FeedState], ...]:
+        """The sink's number and the state of each of its ranks; none while there are no events."""
+        follower = self._followers.get(backend)
+        if follower is None:
+            return ()
+        return tuple((rank.feed.index_rank, rank.feed.state) for rank in follower.ranks.values())
+
     def describe(self, backend: Backend) -> list[dict[str, Any]]:
         """Per rank: state, why, endpoint, sequence, last_event_age_s, gaps, resyncs, malformed, dropped, blocks.
         One entry with rank None while no rank is known."""
@@ -196,9 +210,6 @@ class KvEventIntake:
 
     def _follow(self, backend: Backend) -> None:
         follower = self._followers[backend] = _Follower()
-        if self._settings.configured(backend) == "off":
-            follower.state, follower.why = FeedState.OFF, 'switched off: kv_events = "off" for this backend'
-            return
         follower.task = asyncio.create_task(self._rounds(backend, follower), name=f"kv events {backend.name}")
 
     def _leave(self, backend: Backend) -> None:
@@ -238,7 +249,7 @@ class KvEventIntake:
                 await self._connect(backend, follower, sources)
             except NoSource as reason:
                 self._switch_off(follower, str(reason))
-                self._on_state(backend, None)
+                self._on_state(backend)
             except _NotNow as failure:
                 pause_s = min(self._settings.retry_s * 2.0**follower.failures, RETRY_LIMIT_S)
                 follower.failures = min(follower.failures + 1, 16)
@@ -290,14 +301,14 @@ class KvEventIntake:
         return _Rank(
             RankFeed(
                 backend.name,
-                self._sink.add_rank(backend.name, number),
+                self._sink.add_rank(backend, number),
                 self._sink,
                 self._clock,
                 self._settings,
                 self._metrics,
                 self._held_bytes,
                 capacity,
-                lambda: self._on_state(backend, number),
+                lambda: self._on_state(backend),
             )
         )
 
@@ -343,7 +354,9 @@ class KvEventIntake:
 
     async def _ask(self, backend: Backend) -> dict[int, Source | NoSource]:
         """NoSource: the engine has none, and says so. _NotNow: it could not be asked."""
-        configured = self._settings.configured(backend)
+        configured = backend.kv_events
+        if configured == "off":
+            raise NoSource('switched off: kv_events = "off" for this backend')
         status, body = await self._get(backend, "/kv_event_sources", ANSWER_LIMIT_BYTES)
         if status == 200 and (configured == "auto" or body.strip() != b"{}"):
             return read_sources(body, backend.host)

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 
 import xxhash
 
+from router.backends.backend import Backend
 from router.clock import Clock, TimerHandle
 from router.kv_events.settings import IntakeSettings
 from router.metrics import Metrics
@@ -59,7 +60,7 @@ class Applied(Protocol):
 class FrameSink(Protocol):
     """Where batches go. A rank's number is the sink's own."""
 
-    def add_rank(self, backend: str, rank: int) -> int: ...
+    def add_rank(self, backend: Backend, number: int) -> int: ...
     def clear(self, rank: int) -> None: ...
     def apply(self, rank: int, payload: bytes) -> Applied: ...
     def remove(self, rank: int) -> None: ...
@@ -164,6 +165,15 @@ class RankFeed:
         self._draining = False
         self._forget()
         self._enter(state, why)
+
+    def resync(self, why: str) -> None:
+        """What is known is wrong: it is forgotten, and heard again where there is a replay. A replay under way, or a
+        stream that is broken, brings all anew by itself."""
+        if self.state is FeedState.LIVE or self.state is FeedState.INCOMPLETE:
+            if self._can_replay:
+                self._another_process()
+            else:
+                self._lose(why)
 
     def live(self, sequence: int, payload: bytes) -> None:
         if self.state is FeedState.REPLAYING:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from router.backends.backend import Backend
-
-
-def _auto(backend: Backend) -> str:
-    return "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class IntakeSettings:
-    """`configured` gives a backend's `kv_events` key: auto, off or tcp://host:port."""
+    """How much of an engine's events is held, and how long anything may take."""
 
-    configured: Callable[[Backend], str] = _auto
     max_payload_bytes: int = 4 * 1024 * 1024  # a re-announced context of a million tokens fits twice over many blocks
     receive_frames: int = 32  # held by ZMQ for one socket; beyond it TCP holds the engine back
     held_frames: int = 20_000  # live ones of one rank while it replays

@@ -45,6 +45,8 @@ from router.proxy.retry import may_repeat
 from router.proxy.services import Services
 from router.proxy.trace import Trace
 from router.strategies.strategy import Choice, End, Outcome, Reason, RoutingRequest
+from router.tokens.answers import Answer, TokenIds
+from router.tokens.tokens import Question
 from router.wire.http_head import (
     RequestHead,
     ResponseHead,
@@ -107,6 +109,7 @@ class Exchange:
         "_last_byte_at",
         "_load",
         "_phase",
+        "_question",
         "_queued_at",
         "_queued_s",
         "_received_at",
@@ -141,6 +144,7 @@ class Exchange:
         self.pool: Pool = services.registry.any_pool()
         self._request: RoutingRequest | None = None  # None in the queue: nobody has told yet that he serves it
         self._fleet_version = -1  # of the registry, when that was so
+        self._question: Question | None = None  # for its token ids: it waits for them before it may be placed
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._choice: Choice | None = None  # the last one
@@ -205,6 +209,41 @@ class Exchange:
             return
         s.budget.earn()
         self._enter(QUEUED)
+        if self._asks_for_tokens():
+            self._downstream.set_deadline(s.settings.queue_timeout_s)
+        else:
+            self._queue(now)
+
+    def _asks_for_tokens(self) -> bool:
+        """Whether the request waits for its token ids, because a strategy can choose better by them."""
+        s = self._s
+        request, strategy = self._request, s.token_strategy
+        if request is None or strategy is None or s.tokens is None:
+            return False
+        patience_s = strategy.token_patience_s(request, self.pool.candidates)
+        if patience_s <= 0.0:
+            return False
+        assert self._head is not None
+        path = self._head.path.decode("ascii", "replace")
+        deadline = s.now() + patience_s
+        question = s.tokens.ask(self.pool.model, path, self._upstream_body, deadline, self._on_tokens)
+        if question.answer is None:
+            self._question = question
+            return True
+        _take_ids(request, question.answer)
+        return False
+
+    def _on_tokens(self, answer: Answer) -> None:
+        self._question = None
+        try:
+            assert self._request is not None
+            _take_ids(self._request, answer)
+            self._queue(self._s.now())
+        except Exception:
+            self.on_broken()
+
+    def _queue(self, now: float) -> None:
+        s = self._s
         self._queued_at = now
         s.admission.enter(self, now)
         if self._phase is QUEUED:
@@ -835,6 +874,9 @@ class Exchange:
         if self not in s.exchanges:
             return
         s.exchanges.discard(self)
+        if self._question is not None:
+            self._question.cancel()
+            self._question = None
         head = self._head
         try:
             self._record(ended_by)
@@ -889,3 +931,8 @@ class Exchange:
         if phase not in MOVES[self._phase]:
             raise AssertionError(f"no move from {self._phase} to {phase}")
         self._phase = phase
+
+
+def _take_ids(request: RoutingRequest, answer: Answer) -> None:
+    if isinstance(answer, TokenIds):
+        request.take_ids(answer.ids, answer.salt)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from router.backends.backend import Backend
 from router.backends.registry import Registry
@@ -20,7 +20,8 @@ from router.proxy.api_keys import ApiKeys
 from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
 from router.proxy.trace import Tracer
-from router.strategies.strategy import Need, Strategy
+from router.strategies.strategy import Need, Strategy, TokenStrategy
+from router.tokens.tokens import Tokens
 
 if TYPE_CHECKING:
     from router.proxy.access_log import AccessLine
@@ -100,6 +101,7 @@ class Services:
     ask_models: Callable[[Backend, Callable[[bool], None]], Callable[[], object]] | None = None
     api_keys: ApiKeys | None = None  # None: open
     tracer: Tracer | None = None
+    tokens: Tokens | None = None  # None: nobody counts them
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended
@@ -108,6 +110,7 @@ class Services:
     now: Callable[[], float] = field(init=False)
     need_prefix: bool = field(init=False)
     need_session: bool = field(init=False)
+    token_strategy: TokenStrategy | None = field(init=False)
     _id_prefix: bytes = field(default_factory=lambda: os.urandom(8).hex().encode())
     _id_count: int = 0
 
@@ -120,6 +123,7 @@ class Services:
         self.strategy = strategy
         self.need_prefix = Need.PREFIX_BLOCKS in strategy.needs
         self.need_session = Need.SESSION_KEY in strategy.needs
+        self.token_strategy = cast(TokenStrategy, strategy) if Need.TOKENS in strategy.needs else None
 
     def next_request_id(self) -> bytes:
         self._id_count += 1

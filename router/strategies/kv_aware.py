@@ -102,8 +102,7 @@ class KvAware:
         if holdings is None or not request.readable:
             return 0.0
         for backend in candidates:
-            engine = holdings.engine(backend)
-            if engine is not None and engine.told:
+            if holdings.told(backend) is not None:
                 saved_s = self._placement.whole_prefill_s(request, backend)
                 return min(self._token_wait_share * saved_s, PATIENCE_LIMIT_S)
         return 0.0
@@ -169,8 +168,8 @@ class KvAware:
             hits.tokens[at] = -1
             hits.cpu[at] = hits.far[at] = 0
             hits.believed[at] = False
-            engine = holdings.engine(backend)
-            if engine is None or not engine.told:
+            engine = holdings.told(backend)
+            if engine is None:
                 continue
             size = holdings.block_tokens(backend)
             if not size:
@@ -254,10 +253,7 @@ class KvAware:
         return any(self._told(backend) for backend in candidates)
 
     def _told(self, backend: Backend) -> bool:
-        if self._holdings is None:
-            return False
-        engine = self._holdings.engine(backend)
-        return engine is not None and engine.told
+        return self._holdings is not None and self._holdings.told(backend) is not None
 
     # ---- the life of an attempt
 
@@ -267,7 +263,7 @@ class KvAware:
         if holdings is None or request.ids is None or choice.backend.slot < 0:
             return
         size = holdings.block_tokens(choice.backend)
-        if size and holdings.engine(choice.backend) is not None:
+        if size and holdings.told(choice.backend) is not None:
             choice.kv_blocks = request.kv_blocks(size, _adapter(choice.backend, request.model))
             holdings.sent.add(choice.backend.slot, choice.kv_blocks)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
+from router.backends.backend import Backend
 from router.clock import Clock
+from router.index.kv_holdings import KvHoldings
+from router.learning.standing import Level
 from router.strategies.kv_aware import KvAware
 from router.strategies.least_load import LeastLoad
 from router.strategies.prefix_affinity import PrefixAffinity, PrefixMirror
@@ -25,6 +28,10 @@ class Dependencies:
     mirror: PrefixMirror
     block_bytes: int
     assumed_kv_tokens: int  # capacity of an engine until it reports one
+    holdings: KvHoldings | None = None  # what engines tell of their caches; None: nobody listens
+    token_wait_share: float = 0.25
+    resync: Callable[[Backend], object] = field(default=lambda backend: None)
+    level_changed: Callable[[Backend, Level, Level], object] = field(default=lambda backend, before, after: None)
     placement: PrefixAffinity | None = None
 
 
@@ -41,9 +48,20 @@ def _placement(deps: Dependencies) -> PrefixAffinity:
     return deps.placement
 
 
+def _kv_aware(deps: Dependencies) -> KvAware:
+    return KvAware(
+        deps.clock,
+        _placement(deps),
+        deps.holdings,
+        token_wait_share=deps.token_wait_share,
+        resync=deps.resync,
+        level_changed=deps.level_changed,
+    )
+
+
 FACTORIES: dict[str, Callable[[Dependencies], Strategy]] = {
     "prefixaware": _placement,
-    "kvaware": lambda deps: KvAware(deps.clock, _placement(deps)),
+    "kvaware": _kv_aware,
     "session": lambda deps: Session(_placement(deps)),
     "roundrobin": lambda deps: RoundRobin(),
     "leastload": lambda deps: LeastLoad(deps.clock, deps.rng),

@@ -25,11 +25,13 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """`ids` are the whole prompt: 4-byte unsigned items in the machine's order. `source`: given | local | engine."""
+    """`ids` are the whole prompt: 4-byte unsigned items in the machine's order. `source`: given | local | engine.
+    `salt`: the request's cache_salt."""
 
     ids: array[int]
     source: str
     cached: int = 0  # how many of them came from the cache
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,12 +48,14 @@ _OPTIONAL_TOOL_KEYS: Final = ("strict", "defer_loading")
 @dataclass(frozen=True, slots=True)
 class GivenIds:
     ids: array[int]
+    salt: str | None = None  # the request's cache_salt
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     text: str
     add_special_tokens: bool = True
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    salt: str | None = None
 
     def conversation(self, *, parts: bool) -> list[dict[str, Any]]:
         """The template's messages; `parts`: it iterates over content parts, otherwise it prints strings."""
@@ -114,9 +117,9 @@ def _completion(request: dict[str, Any]) -> GivenIds | TextPrompt:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # the prompts of one request run side by side: the first one places it
     if isinstance(prompt, str):
-        return TextPrompt(prompt, _flag(request, "add_special_tokens", True))
+        return TextPrompt(prompt, _flag(request, "add_special_tokens", True), _salt(request))
     if isinstance(prompt, list) and prompt:
-        return GivenIds(_ids(prompt))
+        return GivenIds(_ids(prompt), _salt(request))
     raise Refused(Why.SHAPE, "no prompt that engines accept")
 
 
@@ -151,7 +154,16 @@ def _chat(request: dict[str, Any]) -> ChatPrompt:
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         add_special_tokens=_flag(request, "add_special_tokens", False),
+        salt=_salt(request),
     )
+
+
+def _salt(request: dict[str, Any]) -> str | None:
+    """What keeps its blocks apart from those of the same tokens; engines refuse an empty one."""
+    salt = request.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise Refused(Why.SHAPE, "a cache_salt that is no text")
+    return salt
 
 
 def _flag(request: dict[str, Any], name: str, default: bool) -> bool:

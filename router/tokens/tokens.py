@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -93,6 +93,14 @@ class _Model:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ForEngine:
+    """The body of a question to /tokenize, and what it does not ask."""
+
+    body: bytes
+    salt: str | None
 
 
 class Question:
@@ -398,14 +406,15 @@ class Tokens:
         question.job = None
         if isinstance(result, TokenIds | NoTokens):
             self._finish(question, result)
-        elif isinstance(result, bytes):
+        elif isinstance(result, _ForEngine):
             question.task = self._start(self._ask_engine(question, model, result))
         else:  # a defect of ours: said with its place, and no request fails for it
             log.error("tokenizing failed", exc_info=result if isinstance(result, Exception) else None)
             self._finish(question, NoTokens(Why.OFF, "tokenizing failed here"))
 
-    async def _ask_engine(self, question: Question, model: _Model, body: bytes) -> None:
-        self._finish(question, await self._engine_answer(model, body))
+    async def _ask_engine(self, question: Question, model: _Model, asked: _ForEngine) -> None:
+        answer = await self._engine_answer(model, asked.body)
+        self._finish(question, replace(answer, salt=asked.salt) if isinstance(answer, TokenIds) else answer)
 
     async def _engine_answer(self, model: _Model, body: bytes) -> Answer:
         key = self.cache.key(model.space, body)
@@ -436,14 +445,16 @@ def _answer(local: LocalTokenizer, path: str, body: bytes, verdict: self_test.Ve
         prompt = read_prompt(path, body)
         if isinstance(prompt, TextPrompt) and verdict is not None and verdict.chats_only:
             return NoTokens(Why.UNCERTAIN, "the engine reads completions differently")
-        return local.tokenize(prompt)
+        return replace(local.tokenize(prompt), salt=prompt.salt)
     except Refused as refused:
         return refused.answer()
 
 
-def _engine_prompt(model: str, path: str, body: bytes) -> Answer | bytes:
+def _engine_prompt(model: str, path: str, body: bytes) -> Answer | _ForEngine:
     try:
         prompt: Prompt = read_prompt(path, body)
-        return TokenIds(prompt.ids, "given") if isinstance(prompt, GivenIds) else engine_question(model, prompt)
+        if isinstance(prompt, GivenIds):
+            return TokenIds(prompt.ids, "given", salt=prompt.salt)
+        return _ForEngine(engine_question(model, prompt), prompt.salt)
     except Refused as refused:
         return refused.answer()

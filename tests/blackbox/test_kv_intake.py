@@ -38,7 +38,7 @@ class Rig:
             poll_session,
             self.sink,
             settings,
-            on_state=lambda backend, rank: self.changed.set(),
+            on_state=lambda backend: self.changed.set(),
         )
         self.backend: Backend = self.registry.add("e", url)
 

@@ -14,7 +14,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("index", "net", "learning", "kv_events", "tokens"),
     ("strategies",),
     ("proxy",),
-    ("control", "dashboard"),
+    ("control", "dashboard", "engine_caches"),
     ("admin", "tracing"),
     ("app",),
     ("cli",),

@@ -18,6 +18,13 @@ from router.backends.registry import Registry
 from router.config import Config, ConfigError, parse, parse_backend
 from tests.support.world import Rules, World
 
+KV_EVENTS = {
+    "state": "off",
+    "why": "KV events are read where the strategy is kvaware",
+    "blocks": 0,
+    "block_tokens": None,
+    "ranks": [],
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -80,6 +87,7 @@ class Admin:
             render_metrics=self._render,
             metrics_content_type=METRICS_TYPE,
             hit_accounting=self._account,
+            kv_events=lambda backend: KV_EVENTS,
             version={"version": "1.2.3"},
         )
         self.port = 0

@@ -14,7 +14,7 @@ from router.config import ConfigError, Fault
 from tests.support.fleet import request, text_of
 from tests.support.scripted import request as client_request
 from tests.support.world import Rules
-from tests.unit.admin.rig import METRICS_TYPE, Admin, running
+from tests.unit.admin.rig import KV_EVENTS, METRICS_TYPE, Admin, running
 
 pytestmark = pytest.mark.asyncio
 
@@ -113,10 +113,7 @@ async def test_a_backend_that_never_answered() -> None:
             "hits": {"predicted_tokens": 10, "reported_tokens": 8, "trust": 0.9},
             "learned": {},
             "index": None,
-            "kv_events": {
-                "state": "off",
-                "why": "this version reads no KV events; the index follows what was sent",
-            },
+            "kv_events": KV_EVENTS,
         }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.backends.backend import Backend
+
 
 @dataclass
 class Done:
@@ -20,15 +22,15 @@ class RecordingSink:
     def __init__(self) -> None:
         self.held: dict[int, list[bytes]] = {}
         self.seen: dict[int, list[bytes]] = {}
-        self.numbers: dict[tuple[str, int], int] = {}
+        self.numbers: dict[tuple[Backend | str, int], int] = {}
         self.clears = 0
         self.on_apply = lambda rank: None
 
-    def add_rank(self, backend: str, rank: int) -> int:
-        number = len(self.seen)
-        self.numbers[backend, rank] = number
-        self.held[number], self.seen[number] = [], []
-        return number
+    def add_rank(self, backend: Backend | str, number: int) -> int:
+        rank = len(self.seen)
+        self.numbers[backend, number] = rank
+        self.held[rank], self.seen[rank] = [], []
+        return rank
 
     def clear(self, rank: int) -> None:
         self.clears += bool(self.held[rank])

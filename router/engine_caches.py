@@ -1,0 +1,171 @@
+"""What `kvaware` knows beyond the mirror: the engines' KV events in an index, and the token ids to ask it by.
+
+Runs only while that strategy does, since nobody else reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import aiohttp
+
+from router.backends.backend import Backend
+from router.backends.registry import Registry
+from router.clock import Clock
+from router.index.kv_holdings import KvHoldings
+from router.kv_events.intake import KvEventIntake
+from router.kv_events.rank_feed import FeedState
+from router.kv_events.settings import IntakeSettings
+from router.learning.standing import Level
+from router.metrics import Metrics
+from router.strategies.kv_aware import KvAware
+from router.strategies.strategy import Strategy
+from router.tls import ClientContexts
+from router.tokens.following import FleetTokens
+from router.tokens.tokens import Tokens, TokensSettings
+
+logger = logging.getLogger(__name__)
+
+NOT_FOLLOWED: Final = "KV events are read where the strategy is kvaware"
+OUT_OF_MEMORY: Final = "the index is full, and blocks of this backend were left out: raise index.kv_memory_limit_bytes"
+
+
+class EngineCaches:
+    """`use` says for which strategy, at the start and after each change; `start` and `stop` enclose the rest."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Clock,
+        metrics: Metrics,
+        session_factory: Callable[[], aiohttp.ClientSession],
+        settings: IntakeSettings,
+        token_settings: TokensSettings,
+        contexts: ClientContexts,
+        memory_limit_bytes: int,
+        use_tokens: Callable[[Tokens | None], object],
+    ) -> None:
+        self.holdings = KvHoldings(memory_limit_bytes)
+        self._metrics = metrics
+        self._make_intake: Callable[[], KvEventIntake] = lambda: KvEventIntake(
+            registry, clock, session_factory, self.holdings, settings, metrics, contexts, self._on_state
+        )
+        self._intake: KvEventIntake | None = None
+        self._token_settings = token_settings
+        self._make_tokens: Callable[[], FleetTokens] = lambda: FleetTokens(
+            registry, clock, asyncio.get_running_loop(), session_factory, contexts, self._token_settings
+        )
+        self._use_tokens = use_tokens
+        self._tokens: FleetTokens | None = None
+        self._strategy: KvAware | None = None
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+
+    # --- life
+
+    async def start(self) -> None:
+        self._started = True
+        await self._follow_or_not()
+
+    async def stop(self) -> None:
+        self._started = False
+        self._strategy = None
+        await self._follow_or_not()
+
+    def use(self, strategy: Strategy, token_settings: TokensSettings) -> None:
+        self._token_settings = token_settings
+        self._strategy = strategy if isinstance(strategy, KvAware) else None
+        if self._started:
+            task = asyncio.get_running_loop().create_task(self._follow_or_not())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _follow_or_not(self) -> None:
+        async with self._changing:
+            wanted = self._strategy is not None
+            if self._tokens is not None and not (wanted and self._tokens.settings == self._token_settings):
+                self._use_tokens(None)
+                tokens, self._tokens = self._tokens, None
+                await tokens.close()
+            if wanted and self._tokens is None:
+                self._tokens = self._make_tokens()
+                self._use_tokens(self._tokens.tokens)
+            if wanted and self._intake is None:
+                self._intake = self._make_intake()
+                await self._intake.start()
+            elif not wanted and self._intake is not None:
+                await self._intake.stop()
+                self._intake = None
+
+    # --- what is heard
+
+    def restarted(self, backend: Backend) -> None:
+        if self._intake is not None:
+            self._intake.engine_restarted(backend)
+        if self._tokens is not None:
+            self._tokens.restarted(backend)
+
+    def resync(self, backend: Backend) -> None:
+        """Its reports contradict its events: they are heard anew."""
+        logger.warning("backend %s: its reports contradict its KV events, which are heard anew", backend.name)
+        self._metrics.kv_resyncs[backend.name] += 1
+        if self._intake is not None:
+            self._intake.resync(backend)
+
+    def level_changed(self, backend: Backend, before: Level, after: Level) -> None:
+        self._metrics.kv_levels[backend.name, after.value] += 1
+        logger.log(
+            logging.INFO if after is Level.EVENTS else logging.WARNING,
+            "backend %s: requests are placed by %s, before by %s (%s)",
+            backend.name,
+            _BY[after],
+            _BY[before],
+            self._why(backend),
+        )
+
+    def _on_state(self, backend: Backend) -> None:
+        ranks = self._intake.ranks_of(backend) if self._intake is not None else ()
+        followed = bool(ranks) and all(state is FeedState.LIVE for _, state in ranks)
+        self.holdings.set_followed(backend, followed)
+        if self._strategy is not None:
+            self._strategy.knowledge_changed(backend)
+
+    # --- what is told
+
+    def describe(self, backend: Backend) -> dict[str, Any]:
+        """For GET /backends: `state`, `why`, `blocks`, `block_tokens` and the ranks."""
+        if self._intake is None:
+            return {"state": "off", "why": NOT_FOLLOWED, "blocks": 0, "block_tokens": None, "ranks": []}
+        ranks = self._intake.describe(backend)
+        worst = min(ranks, key=lambda rank: _ORDER.index(FeedState(rank["state"])), default=None)
+        state = worst["state"] if worst is not None else FeedState.CONNECTING.value
+        why = worst["why"] if worst is not None else "not asked yet"
+        if self.holdings.out_of_memory(backend):
+            state, why = FeedState.INCOMPLETE.value, OUT_OF_MEMORY
+        return {
+            "state": state,
+            "why": why,
+            "blocks": self.holdings.held_blocks(backend),
+            "block_tokens": self.holdings.block_tokens(backend) or None,
+            "ranks": [rank for rank in ranks if rank["rank"] is not None],
+        }
+
+    def _why(self, backend: Backend) -> str:
+        told = self.describe(backend)
+        return f"KV events: {told['state']}" + (f", {told['why']}" if told["why"] else "")
+
+
+_BY: Final = {Level.EVENTS: "its KV events", Level.MIRROR: "the mirror of its cache", Level.LOAD: "its load alone"}
+# What a backend is called of which ranks differ: the first of these.
+_ORDER: Final = (
+    FeedState.OFF,
+    FeedState.CONNECTING,
+    FeedState.STALE,
+    FeedState.REPLAYING,
+    FeedState.INCOMPLETE,
+    FeedState.LIVE,
+)
