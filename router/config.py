@@ -499,7 +499,9 @@ class TracingConfig:
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
-    """`[index]`: the mirror of the engines' prefix caches, and what their KV events tell. `assumed_kv_tokens`: an engine's capacity until it tells."""
+    """`[index]`: the mirror of the engines' prefix caches, and what their KV events tell.
+
+    `assumed_kv_tokens`: an engine's capacity until it tells."""
 
     block_bytes: int = _key(128, _integer(16, 65_536, "bytes"))
     memory_limit_bytes: int = _key(268_435_456, _integer(1_048_576, 2**46, "bytes"))

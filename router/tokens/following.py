@@ -15,9 +15,7 @@ from router.tls import ClientContexts
 from router.tokens.tokens import Tokens, TokensSettings
 
 ANSWER_LIMIT_BYTES: Final = 32 * 1024 * 1024  # a million ids, as JSON
-ADAPTERS_DEEP: Final = (
-    4  # an adapter's parent is its base model; a chain of them is no fleet's, but some engine's answer
-)
+ADAPTERS_DEEP: Final = 4  # adapters have their base model for a parent; an engine may say anything
 
 
 class FleetTokens:
