@@ -65,6 +65,7 @@ class BackendView:
             "draining": services.draining,
             "in_flight": services.admission.in_flight,
             "queue_depth": services.admission.depth,
+            "tokens": services.tokens.states() if services.tokens is not None else {},
             "backends": backends,
         }
 

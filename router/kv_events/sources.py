@@ -113,9 +113,13 @@ def resolve(endpoint: object, host: str) -> tuple[str, str]:
     target = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if own in ("*", "0.0.0.0") or (":" in own and ipaddress_or_none(own) in (None, ipaddress.ip_address("::"))):
         return target, ""
+    # vLLM binds only what has a wildcard, and connects to the rest. But for tcp://*:0 it binds the address that it takes
+    # for its own, any free port of it, and tells these: only a try can show which it was.
+    hint = f"without a wildcard the engine connects to its endpoint instead of binding it; {CURE}"
     if own == host or (_is_loopback(own) and _is_loopback(host)):
-        # vLLM binds only what has a wildcard; but an address that it resolved itself looks the same.
-        return target, f"without a wildcard the engine connects to its endpoint instead of binding it; {CURE}"
+        return target, hint
+    if _may_be_a_node(own):
+        return endpoint, hint
     raise NoSource(
         f"the engine connects to {_printable(endpoint)}, which the gateway cannot bind; it binds where it has a "
         f"wildcard: {CURE}"
@@ -127,6 +131,15 @@ def ipaddress_or_none(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
         return ipaddress.ip_address(text)
     except ValueError:
         return None
+
+
+def _may_be_a_node(own: str) -> bool:
+    """Whether this may be an address by which a node knows itself: an engine cannot send us to ourselves, to a cloud's
+    metadata, or to have a name looked up."""
+    address = ipaddress_or_none(own)
+    return address is not None and not (
+        address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -210,6 +210,10 @@ class Tokens:
             state |= known.local.state()
         return state
 
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of every model that is followed."""
+        return {model: self.state(model) for model in self._models}
+
     def counters(self) -> dict[str, int]:
         """For the metrics, all of this process."""
         return {

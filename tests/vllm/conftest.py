@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -23,7 +24,9 @@ if os.environ.get("KVGATE_VLLM") != "1":
 TARGET = os.environ.get("KVGATE_VLLM_TARGET", "").rstrip("/")
 FIGURES: list[str] = []
 
-StartGateway = Callable[[str], AbstractContextManager[Gateway]]
+
+class StartGateway(Protocol):
+    def __call__(self, strategy: str, more: str = "") -> AbstractContextManager[Gateway]: ...
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,7 +97,7 @@ def engines(engine_pair: list[Engine]) -> list[Engine]:
 def start_gateway(engines: list[Engine], logs: Path) -> StartGateway:
     if TARGET:
         pytest.skip("needs a gateway")
-    return lambda strategy: running_gateway(engines, logs, strategy)
+    return lambda strategy, more="": running_gateway(engines, logs, strategy, more)
 
 
 @pytest.fixture

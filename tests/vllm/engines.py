@@ -98,13 +98,17 @@ class Engine:
         return self._process.pid
 
     @property
+    def model_folder(self) -> Path:
+        return self._environment / "kvgate-model"
+
+    @property
     def whole(self) -> bool:
         """All of its processes run."""
         return self._process is not None and all(process_title(pid) for pid in (self.pid, *self._tree))
 
     def start(self) -> None:
         """Start the processes; `wait_until_up` waits for the engine behind them."""
-        model = self._environment / "kvgate-model"
+        model = self.model_folder
         command = [
             *(str(self._environment / "bin" / "vllm"), "serve", f"./{model.name}"),
             *("--served-model-name", MODEL, "--host", "127.0.0.1"),

@@ -50,15 +50,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_gateway(engines: Sequence[Engine], folder: Path, strategy: str) -> Iterator[Gateway]:
-    """A gateway of its own, from the moment when it has found every engine."""
+def running_gateway(engines: Sequence[Engine], folder: Path, strategy: str, more: str = "") -> Iterator[Gateway]:
+    """A gateway of its own, from the moment when it has found every engine. `more` goes into its configuration."""
     port, admin_port = free_port(), free_port()
     folder = Path(tempfile.mkdtemp(prefix=f"kvgate-{strategy}-", dir=folder))
     config = folder / "kvgate.toml"
     text = CONFIG.format(port=port, admin_port=admin_port, strategy=strategy)
     for engine in engines:
         text += f"[[backends]]\nname = {json.dumps(engine.name)}\nurl = {json.dumps(engine.url)}\n"
-    config.write_text(text)
+    config.write_text(text + more)
     gateway = Gateway(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", folder / "kvgate.log")
     with gateway.log.open("ab") as log:
         process = subprocess.Popen(

@@ -29,7 +29,9 @@ def test_wildcards_and_the_engines_own_address_mean_the_backends_host(endpoint: 
 @pytest.mark.parametrize(
     ("endpoint", "host", "why"),
     [
-        ("tcp://10.0.0.1:5557", "10.0.0.7", "cannot bind"),
+        ("tcp://169.254.169.254:80", "10.0.0.7", "cannot bind"),
+        ("tcp://224.0.0.1:5557", "10.0.0.7", "cannot bind"),
+        ("tcp://node-7.example:5557", "10.0.0.7", "cannot bind"),
         ("tcp://127.0.0.1:5557", "10.0.0.7", "cannot bind"),
         ("ipc:///tmp/kv", "10.0.0.7", "only its own host"),
         ("inproc://kv", "127.0.0.1", "out of reach"),
@@ -42,6 +44,14 @@ def test_what_cannot_be_reached_says_why_and_names_the_cure(endpoint: object, ho
     with pytest.raises(NoSource, match=why) as caught:
         resolve(endpoint, host)
     assert "malformed" in why or "--kv-events-config" in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "engine.example"])
+def test_an_engine_that_chose_its_port_is_reached_where_it_says(host: str) -> None:
+    """For tcp://*:0 a real one binds the address of its node alone, whichever way we know it by."""
+    endpoint, hint = resolve("tcp://192.0.2.2:44643", host)
+    assert endpoint == "tcp://192.0.2.2:44643"
+    assert "--kv-events-config" in hint
 
 
 @pytest.mark.parametrize("body", [b"[]", b"nonsense", b"{}", b'{"a": {}}', b'{"0": 1}'])
