@@ -164,3 +164,88 @@ def test_predictions_are_what_engines_report(
     for backend in told(gateway):
         assert backend["learned"]["placed_by"] == "events"
         assert backend["hits"]["trusted"]
+
+
+def recovered(seen: list[Seen]) -> bool:
+    """Right again within so many requests: all that come after them are."""
+    return share_right(seen[RECOVERY:]) >= 0.95
+
+
+def ghosts(seen: list[Seen]) -> list[Seen]:
+    """Choices for a match that was not there."""
+    return [answer for answer in seen if answer.reason == "kv" and answer.predicted > answer.reported + BLOCK_TOKENS]
+
+
+def test_a_reset_cache_is_noticed(engines: list[Engine], start_gateway: StartGateway, figures: list[str]) -> None:
+    load = Load(10)
+    with start_gateway("kvaware", tokenization("local", engines)) as gateway:
+        follow_all(gateway)
+        load.run(gateway, 30)
+        for engine in engines:
+            engine.reset_prefix_cache()
+        after = load.run(gateway, RECOVERY + 20)
+        figures.append(
+            f"after /reset_prefix_cache: {sum(not a.right for a in after)} of {len(after)} wrong: {after[:3]}"
+        )
+        assert recovered(after)
+        assert len(ghosts(after)) <= len(engines)  # the clear comes with the next request's batch
+        assert all(backend["learned"]["placed_by"] == "events" for backend in told(gateway))
+
+
+def test_a_killed_engine_that_comes_back_is_empty(
+    engines: list[Engine], start_gateway: StartGateway, figures: list[str]
+) -> None:
+    load = Load(10)
+    with start_gateway("kvaware", tokenization("local", engines)) as gateway:
+        follow_all(gateway)
+        before = load.run(gateway, 30)
+        assert {answer.backend for answer in before} == {engine.name for engine in engines}
+        engines[0].stop()
+        between = load.run(gateway, 10)
+        engines[0].start()
+        engines[0].wait_until_up()
+        eventually(lambda: gateway.metric("backend_up") == 2, 30, "the engine is back in rotation")
+        follow_all(gateway)
+        after = load.run(gateway, RECOVERY + 20)
+        figures.append(
+            f"one engine killed: {sum(not a.right for a in between)} of {len(between)} wrong while it was away,"
+            f" {sum(not a.right for a in after)} of {len(after)} after it came back, {len(ghosts(after))} ghosts"
+        )
+        assert {answer.backend for answer in between} == {engines[1].name}
+        assert recovered(after)
+        assert not ghosts(after)
+
+
+def test_a_gateway_that_starts_late_hears_what_it_missed(
+    engines: list[Engine], start_gateway: StartGateway, figures: list[str]
+) -> None:
+    load = Load(10)
+    settings = tokenization("local", engines)
+    with start_gateway("kvaware", settings) as gateway:
+        follow_all(gateway)
+        load.run(gateway, 30)
+    with start_gateway("kvaware", settings) as gateway:
+        follow_all(gateway)
+        eventually(lambda: token_source(gateway) == "local", 60, "the tokenizer is ready")
+        after = load.run(gateway, RECOVERY + 20)
+    figures.append(f"after a restart of kvgate: {sum(not a.right for a in after)} of {len(after)} wrong")
+    assert share_right(after) >= 0.95
+    assert not ghosts(after)
+
+
+def test_another_salt_predicts_nothing_and_the_engine_agrees(
+    engines: list[Engine], start_gateway: StartGateway
+) -> None:
+    for engine in engines:  # an engine tells of a reset with its next request
+        body = {"model": MODEL, "prompt": [7] * 64, "max_tokens": 1}
+        assert ask(f"{engine.url}/v1/completions", "POST", body)[0] == 200
+    with start_gateway("kvaware", tokenization("local", engines)) as gateway:
+        follow_all(gateway)
+        eventually(lambda: token_source(gateway) == "local", 60, "the tokenizer is ready")
+        body = Conversation(1).next_turn()
+        body["messages"] = [*body["messages"], {"role": "user", "content": noise_text("a long one", 300)}]
+        answers = [send(gateway, body | salt)[0] for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"})]
+    predicted = [answer.predicted for answer in answers]
+    assert predicted == [answer.reported for answer in answers]
+    assert predicted[0] == predicted[2] == 0
+    assert predicted[1] == predicted[3] > 300
