@@ -113,8 +113,8 @@ def resolve(endpoint: object, host: str) -> tuple[str, str]:
     target = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if own in ("*", "0.0.0.0") or (":" in own and ipaddress_or_none(own) in (None, ipaddress.ip_address("::"))):
         return target, ""
-    # vLLM binds only what has a wildcard, and connects to the rest. But for tcp://*:0 it binds the address that it takes
-    # for its own, any free port of it, and tells these: only a try can show which it was.
+    # vLLM binds only what has a wildcard, and connects to the rest. But for tcp://*:0 it binds the address that it has
+    # for its own and any free port, and tells these: only a try can show which it was.
     hint = f"without a wildcard the engine connects to its endpoint instead of binding it; {CURE}"
     if own == host or (_is_loopback(own) and _is_loopback(host)):
         return target, hint
