@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from router.backends.backend import Backend
 from router.backends.registry import Registry
@@ -21,7 +21,8 @@ from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
 from router.proxy.trace import Tracer
 from router.strategies.strategy import Need, Strategy, TokenStrategy
-from router.tokens.tokens import Tokens
+from router.tokens.answers import Answer
+from router.tokens.tokens import Question
 
 if TYPE_CHECKING:
     from router.proxy.access_log import AccessLine
@@ -44,6 +45,16 @@ class PassiveHealth(Protocol):
 
 class AccessSink(Protocol):
     def write(self, line: AccessLine) -> None: ...
+
+
+class TokenSource(Protocol):
+    """Who counts prompts: router/tokens/tokens.py."""
+
+    def ask(
+        self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]
+    ) -> Question: ...
+
+    def states(self) -> dict[str, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,7 @@ class Services:
     ask_models: Callable[[Backend, Callable[[bool], None]], Callable[[], object]] | None = None
     api_keys: ApiKeys | None = None  # None: open
     tracer: Tracer | None = None
-    tokens: Tokens | None = None  # None: nobody counts them
+    tokens: TokenSource | None = None  # None: nobody counts them
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended

@@ -33,6 +33,8 @@ from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
 from router.strategies.registry import Dependencies, build
 from router.strategies.strategy import Choice, Explanation, Outcome, RoutingRequest, Strategy
+from router.tokens.answers import Answer, NoTokens, Why
+from router.tokens.tokens import Question
 from router.wire.http_head import RequestHead
 from router.wire.paths import PathKind, path_kind
 from tests.support.scripted import Client, EngineConnection, Received
@@ -183,6 +185,7 @@ class WatchedStrategy:
         self._world = world
         self.real = real
         self.needs = real.needs
+        self.patience_s = 1.0  # as long as tokens are waited for, where somebody counts them
         self.open: dict[Choice, bool] = {}  # placed and not ended -> whether its first byte came
         self.trials: dict[Backend, Choice] = {}  # the last one of each
         self.placed_count = 0
@@ -235,8 +238,53 @@ class WatchedStrategy:
     def match_of(self, request: RoutingRequest, backend: Backend) -> tuple[int, int]:
         return self.real.match_of(request, backend)
 
-    def known_of(self, backend: Backend) -> Mapping[str, float | bool | None]:
+    def known_of(self, backend: Backend) -> Mapping[str, float | bool | str | None]:
         return self.real.known_of(backend)
+
+    def token_patience_s(self, request: RoutingRequest, candidates: Sequence[Backend]) -> float:
+        return self.patience_s
+
+
+class ScriptedTokens:
+    """Who counts prompts: `at_once` is the answer to all; without it, questions wait in `open` for `answer`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.at_once: Answer | None = None
+        self.open: list[Question] = []
+        self.asked: list[tuple[str, str, bytes]] = []
+
+    def ask(self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]) -> Question:
+        self.asked.append((model, path, body))
+        question = Question(self._world.clock.now(), done)
+        question.answer = self.at_once
+        if self.at_once is None:
+            self.open.append(question)
+            question.wait(self._world.clock.call_later(deadline - self._world.clock.now(), self._late, question))
+            question.job = _Withdrawal(self, question)  # type: ignore[assignment]
+        return question
+
+    def answer(self, answer: Answer) -> None:
+        """The oldest of those that wait."""
+        question = self.open[0]
+        question.cancel()
+        question.done(answer)
+
+    def _late(self, question: Question) -> None:
+        question.cancel()
+        question.done(NoTokens(Why.LATE))
+
+    def states(self) -> dict[str, dict[str, object]]:
+        return {}
+
+
+@dataclass(eq=False)
+class _Withdrawal:
+    tokens: ScriptedTokens
+    question: Question
+
+    def cancel(self) -> None:
+        self.tokens.open.remove(self.question)
 
 
 class World:
