@@ -6,6 +6,7 @@ strategy's own choice (Strategy.explain), so that an explanation cannot differ f
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from router.proxy.candidates import fit_candidates, why_unfit, worth_waiting
 from router.proxy.intake import describe_outage, read_routing
 from router.proxy.services import Services
 from router.strategies.strategy import Explanation, RoutingRequest, Terms
+from router.tokens.answers import Answer, NoTokens
 from router.wire.http_head import RequestHead, parse_request_head
 from router.wire.multipart import is_multipart
 from router.wire.paths import path_kind
 
+TOKENS_WITHIN_S: Final = 2.0
 # Of the request to the admin port, not of the one that is explained.
 _NOT_ITS_OWN: Final = frozenset((b"content-length", b"transfer-encoding", b"connection", b"upgrade", b"expect", b"te"))
 _PATH: Final = re.compile(r"/[!-~]*")
@@ -35,18 +38,42 @@ class Explained:
     error: RouterError | None = None
 
 
-def explain(services: Services, path: str | None, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Explained:
+async def explain(
+    services: Services, path: str | None, headers: Iterable[tuple[bytes, bytes]], body: bytes
+) -> Explained:
     """Of a POST to `path` on the data port, guessed from the body's type where it is None. RouterError, as on the data
     port, where there is no pool of backends that could be asked."""
     head = _head(path, headers)
     kind = path_kind(head.method, head.path)
-    pool, request, _ = read_routing(services, head, kind, body, services.now())
+    pool, request, as_sent = read_routing(services, head, kind, body, services.now())
+    without_ids = await _take_ids(services, head, pool, request, as_sent)
     candidates = fit_candidates(services, pool, ())
     told = services.strategy.explain(request, candidates)
     error = None
     if told.choice is None and not worth_waiting(pool, ()):
         error = describe_outage(services.registry, pool)
-    return Explained(_render(services, head, pool, request, candidates, told), error)
+    return Explained(_render(services, head, pool, request, candidates, told, without_ids), error)
+
+
+async def _take_ids(
+    services: Services, head: RequestHead, pool: Pool, request: RoutingRequest, body: bytes
+) -> str | None:
+    """As the data port does before a choice, but with time: nobody waits for a first token here. Why there are none,
+    None where there are, or where the strategy does not ask for them."""
+    strategy, tokens = services.token_strategy, services.tokens
+    if strategy is None or tokens is None or not strategy.token_patience_s(request, pool.candidates):
+        return None
+    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    path = head.path.decode("ascii", "replace")
+    question = tokens.ask(pool.model, path, body, services.now() + TOKENS_WITHIN_S, answered.set_result)
+    try:
+        answer = question.answer if question.answer is not None else await answered
+    finally:
+        question.cancel()
+    if isinstance(answer, NoTokens):
+        return f"{answer.why.value}: {answer.detail}" if answer.detail else answer.why.value
+    request.take_ids(answer.ids, answer.salt)
+    return None
 
 
 def _head(path: str | None, headers: Iterable[tuple[bytes, bytes]]) -> RequestHead:
@@ -69,6 +96,7 @@ def _render(
     request: RoutingRequest,
     candidates: Sequence[Backend],
     told: Explanation,
+    without_ids: str | None,
 ) -> dict[str, Any]:
     choice = told.choice
     blocks = request.blocks
@@ -85,6 +113,7 @@ def _render(
             "block_bytes": services.settings.block_bytes,
             "tokens": choice.prompt_tokens if choice is not None and choice.prompt_tokens else request.prompt_tokens,
             "tokens_exact": request.prompt_tokens is not None,
+            "without_ids": without_ids,
             "max_tokens": request.max_tokens,
             "stream": request.stream,
         },

@@ -144,7 +144,7 @@ class AdminServer:
             body = await read_body(
                 request, limit_bytes=config.limits.max_body_bytes, timeout_s=config.timeouts.client_body_s
             )
-            found = explain(self._services, request.query.get("path"), request.raw_headers, body)
+            found = await explain(self._services, request.query.get("path"), request.raw_headers, body)
         finally:
             self._explanations -= 1
         return json_answer(found.answer) if found.error is None else error_answer(found.error, found.answer)

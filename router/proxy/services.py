@@ -50,9 +50,7 @@ class AccessSink(Protocol):
 class TokenSource(Protocol):
     """Who counts prompts: router/tokens/tokens.py."""
 
-    def ask(
-        self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]
-    ) -> Question: ...
+    def ask(self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]) -> Question: ...
 
     def states(self) -> dict[str, dict[str, Any]]: ...
 
