@@ -809,6 +809,7 @@ def _with_secrets(config: Config, environ: Mapping[str, str], faults: list[Fault
     """With everything filled in that the file only points to."""
     admin, tracing, auth = config.admin, config.tracing, config.auth
     _try_certificates(config, faults)
+    _try_tokenizers(config, faults)
     return replace(
         config,
         admin=replace(admin, token=_secret(admin.token_env, "admin.token_env", environ, faults)),
@@ -836,6 +837,19 @@ def _try_certificates(config: Config, faults: list[Fault]) -> None:
             except (OSError, ValueError) as error:
                 shown = f"{_shown(backend.tls_ca)}: {tls.describe(error)}"
                 faults.append(Fault(f"backends[{number}].tls_ca", shown, "a PEM file of CA certificates"))
+
+
+def _try_tokenizers(config: Config, faults: list[Fault]) -> None:
+    """What is in a folder is read when a model needs it; one that cannot be meant is named before anything starts."""
+    named = {_join("models.tokenizers", model): folder for model, folder in config.models.tokenizers.items()}
+    if config.routing.kvaware.tokenizer is not None:
+        named = {"routing.kvaware.tokenizer": config.routing.kvaware.tokenizer, **named}
+    for key_path, folder in named.items():
+        try:
+            tls.require_regular_file(os.path.join(folder, "tokenizer.json"))
+        except OSError as error:
+            shown = f"{_shown(folder)}: {error.strerror or 'unreadable'}"
+            faults.append(Fault(key_path, shown, "a folder with a tokenizer.json"))
 
 
 _API_KEY_LINE: Final = re.compile(r"([!-9;-~]{1,64}):(?:sha256:([0-9A-Fa-f]{64})|([!-~]{1,4096}))")
@@ -910,6 +924,11 @@ def _can_export_spans() -> bool:
         return False
 
 
+def _can_tokenize() -> bool:
+    """Whether kvgate[tokenizers] is installed; nothing of it is loaded for that."""
+    return importlib.util.find_spec("tokenizers") is not None and importlib.util.find_spec("jinja2") is not None
+
+
 def _contradictions(config: Config) -> Iterator[Fault]:
     """Values that are right alone and wrong together."""
     health, server, admin = config.health, config.server, config.admin
@@ -928,6 +947,15 @@ def _contradictions(config: Config) -> Iterator[Fault]:
         yield Fault(
             "tracing.otlp_endpoint", _shown(config.tracing.otlp_endpoint), "kvgate[otel] installed, which it needs"
         )
+    kvaware = config.routing.kvaware
+    if config.routing.strategy == "kvaware" and not _can_tokenize():
+        needed = "kvgate[tokenizers] installed, which it needs"
+        if kvaware.tokenization == "local":
+            yield Fault("routing.kvaware.tokenization", _shown(kvaware.tokenization), needed)
+        elif kvaware.tokenization == "auto" and kvaware.tokenizer is not None:
+            yield Fault("routing.kvaware.tokenizer", _shown(kvaware.tokenizer), needed)
+        elif kvaware.tokenization == "auto" and config.models.tokenizers:
+            yield Fault("models.tokenizers", "folders", needed)
     if health.ejection_max_s < health.ejection_s:
         yield Fault(
             "health.ejection_max_s", _shown(health.ejection_max_s), f"at least health.ejection_s, {health.ejection_s}"

@@ -87,11 +87,13 @@ class EngineCaches:
     async def _follow_or_not(self) -> None:
         async with self._changing:
             wanted = self._strategy is not None
-            if self._tokens is not None and not (wanted and self._tokens.settings == self._token_settings):
+            if not wanted and self._tokens is not None:
                 self._use_tokens(None)
                 tokens, self._tokens = self._tokens, None
                 await tokens.close()
-            if wanted and self._tokens is None:
+            elif wanted and self._tokens is not None:
+                self._tokens.configure(self._token_settings)
+            elif wanted:
                 self._tokens = self._make_tokens()
                 self._use_tokens(self._tokens.tokens)
             if wanted and self._intake is None:

@@ -122,7 +122,7 @@ class EngineTokenizer:
             self._rest(backend, MISSING_REST_S, missing=True)
             self._least_loaded(model)  # NoTokenizeRoute, if that was the last one
             raise Refused(Why.ENGINE, "the engine has no /tokenize")
-        if status in (401, 403, 404, 429) or status >= 500:
+        if status in (401, 403, 404, 429) or (status != 200 and not 400 <= status < 500):
             self._failed(backend)
             raise Refused(Why.ENGINE, f"/tokenize answered {status}")
         self._rests.pop(backend.name, None)

@@ -15,11 +15,11 @@ from router.tls import ClientContexts
 from router.tokens.tokens import Tokens, TokensSettings
 
 ANSWER_LIMIT_BYTES: Final = 32 * 1024 * 1024  # a million ids, as JSON
-ADAPTERS_DEEP: Final = 4  # adapters have their base model for a parent; an engine may say anything
+ADAPTERS_DEEP: Final = 4  # a parent is a base model; a chain of them is no fleet's, but may be some engine's answer
 
 
 class FleetTokens:
-    """Until `close`. `tokens` is what requests ask."""
+    """From its construction, on the loop, to `close`. `tokens` is what requests ask."""
 
     def __init__(
         self,
@@ -32,12 +32,15 @@ class FleetTokens:
     ) -> None:
         self._registry = registry
         self._contexts = contexts
-        self.settings = settings
         self._session = session_factory()
         self.tokens = Tokens(settings, clock, loop, self._post, self._backends_of)
         self._unsubscribe = registry.subscribe(self._fleet_changed)
         for model in registry.known_models():
             self._learn(model)
+
+    def configure(self, settings: TokensSettings) -> None:
+        """Other settings: see Tokens.configure."""
+        self.tokens.configure(settings)
 
     async def close(self) -> None:
         self._unsubscribe()
@@ -57,29 +60,29 @@ class FleetTokens:
                 self._learn(model)
 
     def _learn(self, model: str) -> None:
-        root = self._root_of(model)
-        if root is None:
+        origin = self._origin_of(model)
+        if origin is None:
             self.tokens.forget(model)
         else:
-            self.tokens.learn(model, root)
+            self.tokens.learn(model, *origin)
 
-    def _root_of(self, model: str) -> str | None:
-        """Where the engines have it from, by the entry of whoever serves it; an adapter's is its base model's. None
-        where nobody serves it."""
+    def _origin_of(self, model: str) -> tuple[str, str] | None:
+        """Where the engines have the weights from, and the base model's name; None where nobody serves the model. Of
+        engines that differ the first one that names a folder counts: others have the same weights from elsewhere."""
         pool = self._registry.pool(model)
-        if pool is None:
-            return None
-        for backend in pool.members:
-            name, entry = model, backend.models.get(model)
+        found = None
+        for backend in pool.members if pool is not None else ():
+            name, entry = model, backend.models[model]
             for _ in range(ADAPTERS_DEEP):
-                parent = entry.get("parent") if entry is not None else None
+                parent = entry.get("parent")
                 if not isinstance(parent, str) or parent not in backend.models:
                     break
                 name, entry = parent, backend.models[parent]
-            if entry is not None:
-                root = entry.get("root")
-                return root if isinstance(root, str) else name
-        return None
+            root = entry.get("root")
+            if isinstance(root, str) and root.startswith("/"):
+                return root, name
+            found = found or (root if isinstance(root, str) else name, name)
+        return found
 
     def _backends_of(self, model: str) -> Sequence[Backend]:
         pool = self._registry.pool(model)

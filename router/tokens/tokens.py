@@ -58,7 +58,7 @@ class TokensSettings:
     cache_bytes: int = 64 * 1024 * 1024
     engine_time_limit_s: float = 1.0
     engine_limit: int = 8  # questions to /tokenize that are open at a time
-    model_limit: int = 64  # models that are followed; each tokenizer takes 20 to 100 MB
+    model_limit: int = 256  # models that are followed; those of one folder share its tokenizer of 20 to 100 MB
     sample_every: int = 1_000
 
 
@@ -71,11 +71,25 @@ class Phase(StrEnum):
 
 
 class _Model:
-    __slots__ = ("detail", "folder", "local", "name", "phase", "retry_s", "root", "space", "task", "timer", "verdict")
+    __slots__ = (
+        "base",
+        "detail",
+        "folder",
+        "local",
+        "name",
+        "phase",
+        "retry_s",
+        "root",
+        "space",
+        "task",
+        "timer",
+        "verdict",
+    )
 
-    def __init__(self, name: str, root: str, folder: str | None, space: int) -> None:
+    def __init__(self, name: str, root: str, base: str, folder: str | None, space: int) -> None:
         self.name = name
         self.root = root
+        self.base = base
         self.folder = folder
         self.space = space  # in the cache, for answers of engines
         self.phase = Phase.OFF
@@ -156,23 +170,31 @@ class Tokens:
         self._making = threading.Lock()
         self._tokenizers: LocalTokenizers | None = None
         self._closed = False
+        self._full = False  # models were left out, and it was told
         self.cache = SegmentCache(settings.cache_bytes)
         self.answers: defaultdict[str, int] = defaultdict(int)  # by source, or by the word for why not
         self.wait = Histogram(WAIT_BUCKETS)  # seconds from the question to ids
 
     # -- models
 
-    def learn(self, model: str, root: str = "") -> None:
-        """The fleet serves this model; `root` is that of its /v1/models entry (for an adapter: its base model's).
-        Again with the same root: nothing happens. It costs the loop nothing: folders are read in a thread."""
+    def learn(self, model: str, root: str = "", base: str = "") -> None:
+        """The fleet serves this model; `root` is that of its /v1/models entry. For an adapter: its base model's, and
+        `base` that model's name, whose configured folder is the adapter's too. Again with the same: nothing happens. It
+        costs the loop nothing: folders are read in a thread."""
+        base = base or model
         known = self._models.get(model)
         if known is not None:
-            if known.root == root:
+            if (known.root, known.base) == (root, base):
                 return
             self.forget(model)
-        if self._closed or len(self._models) >= self._settings.model_limit:
+        if self._closed:
             return
-        new = _Model(model, root, self._folder(model, root), self.cache.new_space())
+        if len(self._models) >= self._settings.model_limit:
+            if not self._full:
+                self._full = True
+                log.warning("no tokens for model %r: %d models are followed already", model, len(self._models))
+            return
+        new = _Model(model, root, base, self._folder(base, root, model), self.cache.new_space())
         self._models[model] = new
         self._settle(new)
 
@@ -180,6 +202,17 @@ class Tokens:
         gone = self._models.pop(model, None)
         if gone is not None:
             gone.stop()
+
+    def configure(self, settings: TokensSettings) -> None:
+        """Other folders, another way: models that they concern begin anew, and so does each whose folder was of no use,
+        since it may have been mended. The sizes of queues, threads and the cache stay as they were made."""
+        before, self._settings = self._settings, settings
+        for known in list(self._models.values()):
+            folder = self._folder(known.base, known.root, known.name)
+            failed = folder is not None and known.phase in (Phase.ENGINE, Phase.OFF)
+            if failed or folder != known.folder or settings.tokenization != before.tokenization:
+                self.forget(known.name)
+                self.learn(known.name, known.root, known.base)
 
     def restarted(self, backend: Backend) -> None:
         """It came back, perhaps with another version or template: its models are compared again."""
@@ -226,8 +259,9 @@ class Tokens:
             "engine_failed": self._engine.failed,
         }
 
-    def _folder(self, model: str, root: str) -> str | None:
-        configured = self._settings.folders.get(model, self._settings.folder)
+    def _folder(self, base: str, root: str, model: str) -> str | None:
+        folders = self._settings.folders
+        configured = folders.get(model) or folders.get(base) or self._settings.folder
         if configured is not None:
             return configured
         return root if root.startswith("/") else None

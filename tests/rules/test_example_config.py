@@ -77,6 +77,9 @@ def test_every_optional_example_is_one_that_the_code_accepts_or_calls_not_built(
     (tmp_path / "keys").write_text("somebody:key")
     document["server"] |= {"tls_cert": str(made.cert), "tls_key": str(made.key)}
     document["backends"][0] |= {"url": "https://10.0.0.7:8000", "tls_ca": str(made.ca)}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    document["routing"]["kvaware"]["tokenizer"] = str(tmp_path)
+    document["models"]["tokenizers"] = dict.fromkeys(document["models"]["tokenizers"], str(tmp_path))
     document["auth"]["api_keys_file"] = str(tmp_path / "keys")
     for path in NOT_BUILT:
         *tables, key = path.split(".")

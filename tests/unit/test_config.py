@@ -1,5 +1,6 @@
 """router/config.py: what is accepted, and that each rule rejects, by key path."""
 
+import importlib.util
 import json
 import math
 import os
@@ -130,7 +131,8 @@ REJECTED = {
     "routing.session.body_fields": ['"x"', str(["x"] * 17)],
     "routing.session.cookie": ["1", '"a b"', '"a=b"'],
     "routing.kvaware.tokenization": ['"on"', "true"],
-    "routing.kvaware.tokenizer": ["1", '""'],
+    "routing.kvaware.tokenizer": ["1", '""', '"/nowhere"'],
+    "routing.kvaware.token_wait_share": ["-0.1", "1.1", "true", '"1"'],
     "routing.line.hold": ["true", '"yes"'],
     "kv_cache.l2": ["1", '"10.0.0.9:6379"'],
     "kv_cache.l2_format": ['"other"', "1"],
@@ -174,6 +176,7 @@ REJECTED = {
     "tracing.service_name": ["1", '""', '"a b"'],
     "index.block_bytes": ["15", "65537", "128.0"],
     "index.memory_limit_bytes": ["1048575", "0"],
+    "index.kv_memory_limit_bytes": ["1048575", "0"],
     "index.assumed_kv_tokens": ["0", "-1", "true"],
 }
 REJECTED_OF_A_BACKEND = {
@@ -441,16 +444,54 @@ def test_a_secret_comes_from_its_variable_and_is_never_shown(text, variable):
     assert only_fault(text).key_path == variable
 
 
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+WITHOUT_THE_EXTRA = {
+    "routing.kvaware.tokenization": 'tokenization = "local"',
+    "routing.kvaware.tokenizer": 'tokenizer = "FOLDER"',
+    "models.tokenizers": '[models.tokenizers]\nm = "FOLDER"',
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_models_folder_is_looked_for_at_the_start(folder):
+    text = f'[models.tokenizers]\n"org/a" = "{folder}"\n"org/b" = "{folder}/b"'
+    fault = only_fault(text)
+    assert fault.key_path == 'models.tokenizers."org/b"'
+    assert fault.value == f'"{folder}/b": No such file or directory'
+    assert fault.expected == "a folder with a tokenizer.json"
+
+
+@pytest.mark.parametrize(("path", "text"), WITHOUT_THE_EXTRA.items())
+def test_local_tokenizing_needs_its_extra_where_it_would_be_used(path, text, folder, monkeypatch):
+    text = f"[routing.kvaware]\n{text}".replace("FOLDER", str(folder))
+    used = f'[routing]\nstrategy = "kvaware"\n{text}'
+    config_of(used)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    fault = only_fault(used)
+    assert (fault.key_path, "kvgate[tokenizers]" in fault.expected) == (path, True)
+    config_of(text)  # another strategy counts no tokens
+    with pytest.raises(ConfigError):
+        with_flags(config_of(text), strategy="kvaware")
+
+
+def test_engines_may_be_asked_without_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for tokenization in ("auto", "engine", "off"):
+        config_of(f'[routing]\nstrategy = "kvaware"\n[routing.kvaware]\ntokenization = "{tokenization}"')
+
+
 # --- not built yet ---------------------------------------------------------------------------------------------------
 
 NOT_YET = {
     "server.workers": "[server]\nworkers = 2",
-    "routing.kvaware.tokenization": '[routing.kvaware]\ntokenization = "local"',
-    "routing.kvaware.tokenizer": '[routing.kvaware]\ntokenizer = "/m"',
     "routing.line.hold": '[routing.line]\nhold = "on"',
     "kv_cache.l2": '[kv_cache]\nl2 = "redis://a:1/0"',
-    "backends[0].kv_events": backend('kv_events = "tcp://[::1]:5557"'),
-    "models.tokenizers": '[models.tokenizers]\nm = "/m"',
     "redis.url": '[redis]\nurl = "redis://a:1/0"',
 }
 DEFAULTS_GIVEN = """

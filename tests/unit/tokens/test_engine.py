@@ -49,7 +49,7 @@ async def test_the_least_loaded_backend_by_weight_is_asked():
     assert engines.asked == ["b"]
 
 
-@pytest.mark.parametrize("failure", [(500, b""), (503, b""), (429, b""), (401, b""), OSError("gone")])
+@pytest.mark.parametrize("failure", [(500, b""), (503, b""), (429, b""), (401, b""), (307, b""), OSError("gone")])
 async def test_a_backend_that_fails_rests_longer_each_time(failure):
     engines = Engines("a")
     engines.answers["a"] = failure

@@ -50,6 +50,22 @@ def test_a_prompt_that_is_none(prompt):
     assert refused(completion, prompt=prompt) is Why.SHAPE
 
 
+# -- cache_salt
+
+
+@pytest.mark.parametrize("ask", [chat, lambda **fields: completion(prompt="x", **fields)])
+def test_a_salt_goes_with_the_prompt(ask):
+    assert ask(cache_salt="ü tenant").salt == "ü tenant"
+    assert ask().salt is None
+    assert ask(cache_salt=None).salt is None
+    for wrong in ("", 5, True, ["a"], {}):
+        assert refused(ask, cache_salt=wrong) is Why.SHAPE
+
+
+def test_given_ids_have_a_salt_too():
+    assert completion(prompt=[1, 2], cache_salt="s") == GivenIds(array("I", [1, 2]), "s")
+
+
 # -- chats
 
 

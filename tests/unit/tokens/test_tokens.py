@@ -229,6 +229,62 @@ async def test_models_are_bounded_and_forgotten(world):
     assert tokens.state("other")["source"] == "engine"
 
 
+async def test_an_adapters_folder_is_its_base_models_unless_it_has_its_own(world):
+    tokens = world.tokens(folder="/nowhere", folders={"base": world.folder})
+    tokens.learn("m", "org/base", "base")
+    assert (await settled(tokens, "local"))["folder"] == world.folder
+    tokens = world.tokens(folders={"base": "/nowhere", "m": world.folder})
+    tokens.learn("m", "org/base", "base")
+    await settled(tokens, "local")
+
+
+async def test_models_beyond_the_limit_are_told_of_once(world, caplog):
+    tokens = world.tokens(tokenization="engine", model_limit=1)
+    for model in ("m", "second", "third"):
+        tokens.learn(model)
+    assert caplog.text.count("no tokens for model") == 1
+
+
+# -- other settings
+
+
+async def test_other_settings_concern_the_models_that_they_are_about(world):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    asked = len(world.engine.questions)
+    tokens.configure(TokensSettings(folder=world.folder, folders={"another": "/nowhere"}))
+    assert tokens.state("m")["source"] == "local"
+    tokens.configure(TokensSettings(tokenization="engine", folder=world.folder))
+    assert tokens.state("m")["source"] == "engine"
+    tokens.configure(TokensSettings(tokenization="off"))
+    assert tokens.state("m")["source"] == "off"
+    assert len(world.engine.questions) == asked
+    tokens.configure(TokensSettings(folder=world.folder))
+    assert (await settled(tokens, "local"))["check"] == "verified"
+
+
+async def test_a_folder_that_was_mended_is_read_at_the_next_settings(world, tmp_path):
+    folder = tmp_path / "later"
+    tokens = world.tokens(folder=str(folder))
+    tokens.learn("m")
+    await settled(tokens, "engine")
+    write_folder(folder)
+    tokens.configure(TokensSettings(folder=str(folder)))
+    await settled(tokens, "local")
+
+
+async def test_a_question_that_waits_across_other_settings_is_answered(world):
+    world.engine.gate = asyncio.Event()
+    tokens = world.tokens(tokenization="engine", engine_time_limit_s=60.0)
+    tokens.learn("m")
+    waiting = asyncio.ensure_future(ask(tokens))
+    await until(lambda: world.engine.questions)
+    tokens.configure(TokensSettings(tokenization="off"))
+    world.engine.gate.set()
+    assert (await waiting).ids == ids_of(world)
+
+
 async def test_a_folder_that_breaks_our_reading_leaves_no_model_in_between(world, monkeypatch, caplog):
     monkeypatch.setattr(local, "read_model_folder", lambda path: 1 / 0)
     tokens = world.tokens(folder=world.folder)
@@ -261,6 +317,21 @@ async def test_token_ids_pass_through(world):
     tokens.learn("m")
     assert await ask(tokens, b'{"prompt": [5, 6]}', COMPLETIONS_PATH) == TokenIds(array("I", [5, 6]), "given")
     assert world.engine.questions == []
+
+
+@pytest.mark.parametrize("tokenization", ["engine", "local"])
+async def test_the_salt_comes_with_the_ids_and_takes_no_part_in_finding_them(world, tokenization):
+    tokens = world.tokens(tokenization=tokenization, folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, tokenization)
+    asked = len(world.engine.questions)
+    for salt in ("a", "b", None):
+        body = json.dumps({**json.loads(CHAT), "cache_salt": salt}).encode()
+        answer = await ask(tokens, body)
+        assert (answer.ids, answer.salt) == (ids_of(world), salt)
+    assert len(world.engine.questions) - asked == (1 if tokenization == "engine" else 0)
+    given = await ask(tokens, b'{"prompt": [5], "cache_salt": "a"}', COMPLETIONS_PATH)
+    assert given == TokenIds(array("I", [5]), "given", salt="a")
 
 
 async def test_what_cannot_be_rendered_is_refused_with_its_reason(world):
