@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+EMPTY: Final = "a prompt without tokens, which engines refuse"
 
 
 class Why(StrEnum):

@@ -11,7 +11,7 @@ import orjson
 
 from router.backends.backend import Backend
 from router.clock import Clock
-from router.tokens.answers import Refused, Why
+from router.tokens.answers import EMPTY, Refused, Why
 from router.tokens.question import ChatPrompt, TextPrompt
 
 TOKENIZE_PATH: Final = "/tokenize"
@@ -61,6 +61,8 @@ def read_answer(body: bytes) -> array[int]:
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise Refused(Why.ENGINE, "the engine's answer to /tokenize holds no token ids")
+    if not tokens:
+        raise Refused(Why.SHAPE, EMPTY)
     try:
         return array("I", tokens)
     except OverflowError:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from router.tokens.answers import Refused, TokenIds, Why
+from router.tokens.answers import EMPTY, Refused, TokenIds, Why
 from router.tokens.model_folder import FILES, BadFolder, ModelFolder, read_model_folder
 from router.tokens.question import ChatPrompt, GivenIds, Prompt, prompt_chars
 from router.tokens.seams import Seams
@@ -89,8 +89,12 @@ class LocalTokenizer:
         if isinstance(prompt, GivenIds):
             return TokenIds(prompt.ids, "given")
         if isinstance(prompt, ChatPrompt):
-            return self._ids(self.render(prompt), prompt.add_special_tokens)
-        return self._ids(prompt.text, prompt.add_special_tokens)
+            answer = self._ids(self.render(prompt), prompt.add_special_tokens)
+        else:
+            answer = self._ids(prompt.text, prompt.add_special_tokens)
+        if not answer.ids:
+            raise Refused(Why.SHAPE, EMPTY)
+        return answer
 
     def render(self, prompt: ChatPrompt) -> str:
         if self.off:

@@ -25,15 +25,7 @@ FILES: Final = (
 
 # Models whose prompts engines build by code of their own, whatever the template says.
 _OWN_RENDERING: Final = frozenset({"gpt_oss", "deepseek_v32", "deepseek_v4", "kimi_k3", "kimi_audio", "inkling"})
-_NAMED_TOKENS: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED_TOKENS_LIMIT: Final = 256  # models name a dozen
 _TEMPLATE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -74,20 +66,29 @@ def read_model_folder(path: str) -> ModelFolder:
     if model.get("model_type") in _OWN_RENDERING:
         raise BadFolder(f"config.json: engines build the prompts of {model['model_type']} by their own code")
     config = _object(folder / "tokenizer_config.json", required=False)
-    tokens = _object(folder / "special_tokens_map.json", required=False) | config
-    named = {}
-    for name in _NAMED_TOKENS:
-        token = tokens.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            named[name] = token
+    older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json", required=False)
     return ModelFolder(
         folder,
         _text(folder / "tokenizer.json", TOKENIZER_LIMIT_BYTES),
         _templates(folder, config.get("chat_template")),
-        named,
+        _named_tokens(config | older),
     )
+
+
+def _named_tokens(tokens: dict[str, Any]) -> dict[str, str]:
+    """Each `*_token` by its name, those that only this model has (`image_token`) too, and `extra_special_tokens` where
+    it gives names. special_tokens_map.json is of older versions, and wins where it still counts."""
+    extra = tokens.get("extra_special_tokens")
+    given = {name: token for name, token in tokens.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        given |= extra
+    named: dict[str, str] = {}
+    for name, token in given.items():
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str) and len(named) < _NAMED_TOKENS_LIMIT:
+            named[name] = token
+    return named
 
 
 def _templates(folder: Path, configured: object) -> dict[str, str]:

@@ -286,7 +286,8 @@ def _message(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
     if parts and role != "tool":
         rendered["content"] = _parts(message.get("content"))
     else:
-        rendered["content"] = "\n".join(texts)  # a tool's answer is always printed as one string
+        # A tool's answer is always printed as one string; empty parts leave no line.
+        rendered["content"] = "\n".join(text for text in texts if text)
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:

@@ -170,3 +170,9 @@ async def test_an_answer_that_is_none(body):
     with pytest.raises(Refused) as caught:
         read_answer(body)
     assert caught.value.why is Why.ENGINE
+
+
+async def test_an_answer_without_tokens_is_a_prompt_that_engines_refuse():
+    with pytest.raises(Refused) as caught:
+        read_answer(b'{"count": 0, "tokens": []}')
+    assert caught.value.why is Why.SHAPE

@@ -48,7 +48,7 @@ def test_a_growing_conversation_tokenizes_only_its_new_turns(tmp_path, kind):
 def test_completions_get_what_the_tokenizer_puts_around_them(tmp_path):
     local = local_of(tmp_path, "begin")
     whole = tokenizer_of("begin")
-    for text in ("", "x", f"{TURN * 9}<|im_end|>{TURN * 9}"):
+    for text in ("x", f"{TURN * 9}<|im_end|>{TURN * 9}"):
         for special in (True, False):
             ids = local.tokenize(TextPrompt(text, special)).ids.tolist()
             assert ids == whole.encode(text, add_special_tokens=special).ids
@@ -180,3 +180,12 @@ def test_models_of_one_folder_share_a_tokenizer_until_its_files_change(tmp_path)
     del first, second
     gc.collect()
     assert len(tokenizers) == 0
+
+
+def test_a_prompt_without_tokens_is_refused_as_engines_do(tmp_path):
+    bare = LocalTokenizer(read_model_folder(str(write_folder(tmp_path / "bare"))), SegmentCache(1 << 20))
+    with pytest.raises(Refused) as caught:
+        bare.tokenize(TextPrompt(""))
+    assert caught.value.why is Why.SHAPE
+    begun = LocalTokenizer(read_model_folder(str(write_folder(tmp_path / "begin", "begin"))), SegmentCache(1 << 20))
+    assert begun.tokenize(TextPrompt("")).ids.tolist() == [SPECIAL.index(BEGIN)]

@@ -15,6 +15,34 @@ def test_a_template_and_the_named_tokens(tmp_path):
     assert folder.named_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|begin|>"}
 
 
+def test_tokens_of_one_model_have_their_names_too(tmp_path):
+    path = write_folder(
+        tmp_path / "m",
+        image_token={"content": "<image>", "lstrip": False},
+        add_bos_token=True,
+        extra_special_tokens={"video_token": "<video>", "odd": 5},
+    )
+    assert read_model_folder(str(path)).named_tokens == {
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|begin|>",
+        "image_token": "<image>",
+        "video_token": "<video>",
+    }
+
+
+@pytest.mark.parametrize(("newer", "eos"), [({}, "</s>"), ({"added_tokens_decoder": {}}, "<|im_end|>")])
+def test_the_older_file_of_named_tokens_wins_where_it_still_counts(tmp_path, newer, eos):
+    path = write_folder(tmp_path / "m", extra_special_tokens=["<a>"], **newer)
+    (path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    assert read_model_folder(str(path)).named_tokens["eos_token"] == eos
+
+
+def test_named_tokens_are_bounded(tmp_path):
+    many = {f"t{n}_token": "x" for n in range(model_folder._NAMED_TOKENS_LIMIT + 5)}
+    folder = read_model_folder(str(write_folder(tmp_path / "m", **many)))
+    assert len(folder.named_tokens) == model_folder._NAMED_TOKENS_LIMIT
+
+
 def test_a_list_of_named_templates(tmp_path):
     named = [
         {"name": "default", "template": "D"},

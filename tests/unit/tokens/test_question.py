@@ -69,6 +69,16 @@ def test_given_ids_have_a_salt_too():
 # -- chats
 
 
+def test_an_empty_part_leaves_no_line_but_is_a_part():
+    parts = [{"type": "text", "text": text} for text in ("", "a", "", "b", "")]
+    for role in ("user", "system", "assistant", "tool"):
+        prompt = chat(messages=[{"role": role, "content": [*parts, ""]}])
+        (message,) = prompt.conversation(parts=False)
+        assert message["content"] == "a\nb"
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).conversation(parts=True)
+    assert [part["text"] for part in message["content"]] == ["", "a", "", "b", ""]
+
+
 def test_string_templates_get_one_text_and_others_the_parts():
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "text", "text": None}]}
     prompt = chat(messages=[message])
