@@ -42,8 +42,8 @@ class BackendFigures:
     kv_usage: float | None
     hit_ratio: float | None
     index_blocks: int
-    kv_blocks: int
     models: Collection[str]  # not changed in place
+    kv_blocks: int = 0
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Rig:
         return self.rank(number).get("state")
 
     def held(self, number: int = 0) -> list[bytes]:
-        return self.sink.held[self.sink.numbers["e", number]]
+        return self.sink.held[self.sink.numbers[self.backend, number]]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):

@@ -104,7 +104,10 @@ def test_what_has_not_happened_yet_is_there_at_zero(engine: RawEngine) -> None:
             assert series(figures, name) == {(): 0}
         for name in ("in_flight", "backend_up"):
             assert series(figures, name, "backend") == {("gpu-0",): float(name == "backend_up")}
-        assert series(figures, "index_blocks", "index", "backend") == {("mirror", "gpu-0"): 0}
+        assert series(figures, "index_blocks", "index", "backend") == {
+            ("mirror", "gpu-0"): 0,
+            ("events", "gpu-0"): 0,
+        }
         assert figures.sum("index_memory_bytes") > 0
         ((labels, value),) = figures.samples["kvgate_build_info"]
         assert set(labels) == {"version", "native", "python"}

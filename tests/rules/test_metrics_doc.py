@@ -28,6 +28,8 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
     metrics.decisions["prefixaware", "prefix"] = 1
     metrics.retries["busy"] = 1
     metrics.kv_events["b", "stored"] = 1
+    metrics.kv_resyncs["b"] = 1
+    metrics.kv_levels["b", "mirror"] = 1
     for by_backend in (metrics.matched_predicted, metrics.matched_reported, metrics.prompt_tokens):
         by_backend["b"] = 1
     figures = BackendFigures(
