@@ -465,6 +465,7 @@ class Gateway:
             connections=len(self.connections),
             upstream_connections=s.pool.open,
             open_exchanges=len(s.exchanges),
+            tokens=self.caches.token_figures(),
         )
 
 

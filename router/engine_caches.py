@@ -21,6 +21,7 @@ from router.kv_events.rank_feed import FeedState
 from router.kv_events.settings import IntakeSettings
 from router.learning.standing import Level
 from router.metrics import Metrics
+from router.metrics_exporter import TokenFigures
 from router.strategies.kv_aware import KvAware
 from router.strategies.strategy import Strategy
 from router.tls import ClientContexts
@@ -155,6 +156,10 @@ class EngineCaches:
             "block_tokens": self.holdings.block_tokens(backend) or None,
             "ranks": [rank for rank in ranks if rank["rank"] is not None],
         }
+
+    def token_figures(self) -> TokenFigures | None:
+        """For the metrics; None while nobody counts tokens."""
+        return self._tokens.tokens.figures() if self._tokens is not None else None
 
     def _why(self, backend: Backend) -> str:
         told = self.describe(backend)

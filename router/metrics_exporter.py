@@ -47,6 +47,18 @@ class BackendFigures:
 
 
 @dataclass(slots=True)
+class TokenFigures:
+    """Of tokenizing; `results`: prompts by the source of their ids, or by the word for why there are none."""
+
+    results: dict[str, int] = field(default_factory=dict)
+    wait: Histogram = field(default_factory=lambda: Histogram(()))
+    queued: int = 0
+    cache_hit_tokens: int = 0
+    cache_missed_tokens: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(slots=True)
 class Snapshot:
     """What the gauges show, taken when somebody scrapes."""
 
@@ -57,6 +69,7 @@ class Snapshot:
     connections: int = 0
     upstream_connections: int = 0
     open_exchanges: int = 0
+    tokens: TokenFigures | None = None  # None: nobody counts tokens
 
 
 class Frozen:
@@ -119,16 +132,20 @@ def _counter(name: str, text: str, series: Callable[[Frozen], Series]) -> Family
 def _histogram(
     name: str, text: str, histogram: Callable[[Frozen], tuple[tuple[float, ...], list[int], float]]
 ) -> Family:
-    def series(counters: Frozen, now: Snapshot) -> Series:
-        bounds, counts, total_s = histogram(counters)
-        total = 0
-        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
-            total += count
-            yield "_bucket" + _labels(le=bound), total
-        yield "_count", total
-        yield "_sum", total_s
+    return Family(name, "histogram", text, lambda counters, now: _buckets(*histogram(counters)))
 
-    return Family(name, "histogram", text, series)
+
+def _buckets(bounds: tuple[float, ...], counts: list[int], total_s: float) -> Series:
+    total = 0
+    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+        total += count
+        yield "_bucket" + _labels(le=bound), total
+    yield "_count", total
+    yield "_sum", total_s
+
+
+def _of_tokens(name: str, kind: str, text: str, series: Callable[[TokenFigures], Series]) -> Family:
+    return Family(name, kind, text, lambda c, now: iter(()) if now.tokens is None else series(now.tokens))
 
 
 def _matched(c: Frozen) -> Series:
@@ -228,6 +245,26 @@ FAMILIES: Final = (
         "Spans of traces that the collector was too slow for, or did not take.",
         lambda c: iter([("", c.spans_dropped)]),
     ),
+    _of_tokens(
+        "tokens_total",
+        "counter",
+        "Prompts by where their token ids came from, or why there are none.",
+        lambda t: ((_labels(result=result), n) for result, n in t.results.items()),
+    ),
+    _of_tokens(
+        "tokens_cache_tokens_total",
+        "counter",
+        "Token ids found in the tokenization cache, and those that had to be made.",
+        lambda t: iter(
+            [(_labels(result="hit"), t.cache_hit_tokens), (_labels(result="missed"), t.cache_missed_tokens)]
+        ),
+    ),
+    _of_tokens(
+        "tokens_wait_seconds",
+        "histogram",
+        "From the question for a prompt's token ids to these.",
+        lambda t: _buckets(*_copy(t.wait)),
+    ),
     _histogram(
         "ttft_seconds", "Arrival of the request to the first body byte written to the client.", lambda c: c.ttft
     ),
@@ -254,6 +291,8 @@ FAMILIES: Final = (
         _index_blocks,
     ),
     _gauge("index_memory_bytes", "Memory of the index.", lambda now: now.index_memory_bytes),
+    _of_tokens("tokens_queued", "gauge", "Prompts in a thread or waiting for one.", lambda t: iter([("", t.queued)])),
+    _of_tokens("tokens_cache_bytes", "gauge", "Size of the tokenization cache.", lambda t: iter([("", t.cache_bytes)])),
     _gauge("queue_depth", "Requests waiting for a place.", lambda now: now.queue_depth),
     _gauge("connections", "Client connections.", lambda now: now.connections),
     _gauge("upstream_connections", "Engine connections.", lambda now: now.upstream_connections),

@@ -23,7 +23,7 @@ class Why(StrEnum):
     TOO_BIG = "too-big"
     BUSY = "busy"  # a queue is full
     LATE = "late"  # not within the deadline
-    ENGINE = "engine"  # /tokenize failed, or rests after failing
+    ENGINE = "engine-failed"  # /tokenize failed, or rests after failing
 
 
 @dataclass(frozen=True, slots=True)

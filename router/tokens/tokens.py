@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from router.backends.backend import Backend
 from router.clock import Clock, TimerHandle
 from router.metrics import Histogram
+from router.metrics_exporter import TokenFigures
 from router.tokens import self_test
 from router.tokens.answers import Answer, NoTokens, Refused, TokenIds, Why
 from router.tokens.engine import EngineTokenizer, NoTokenizeRoute, Post, engine_question, read_answer
@@ -247,17 +248,21 @@ class Tokens:
         """Of every model that is followed."""
         return {model: self.state(model) for model in self._models}
 
-    def counters(self) -> dict[str, int]:
+    def figures(self) -> TokenFigures:
         """For the metrics, all of this process."""
-        return {
-            "cache_hit_tokens": self.cache.hit_tokens,
-            "cache_missed_tokens": self.cache.missed_tokens,
-            "cache_evicted": self.cache.evicted,
-            "cache_bytes": self.cache.memory_bytes(),
-            "queued": self._offload.queued,
-            "engine_open": self._engine.open,
-            "engine_failed": self._engine.failed,
-        }
+        return TokenFigures(
+            results=dict(self.answers),
+            wait=self.wait,
+            queued=self._offload.queued,
+            cache_hit_tokens=self.cache.hit_tokens,
+            cache_missed_tokens=self.cache.missed_tokens,
+            cache_bytes=self.cache.memory_bytes(),
+        )
+
+    @property
+    def engine_open(self) -> int:
+        """Questions to engines that are not answered yet."""
+        return self._engine.open
 
     def _folder(self, base: str, root: str, model: str) -> str | None:
         folders = self._settings.folders

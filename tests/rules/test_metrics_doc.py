@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from router.metrics_exporter import BackendFigures, Frozen, Snapshot, slices
+from router.metrics_exporter import BackendFigures, Frozen, Snapshot, TokenFigures, slices
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(kvgate_[a-z0-9_]+)` \| (counter|gauge|histogram) \| ([a-z, _]*)\|(.*)\|(.*)\|$", re.MULTILINE)
@@ -41,10 +41,12 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
         kv_usage=0.5,
         hit_ratio=0.5,
         index_blocks=1,
+        kv_blocks=1,
         models=("m",),
     )
     build = '{version="0",native="compiled",python="3"}'
-    text = b"".join(slices(Frozen(metrics), Snapshot(backends=[figures]), build)).decode()
+    now = Snapshot(backends=[figures], tokens=TokenFigures(results={"local": 1}))
+    text = b"".join(slices(Frozen(metrics), now, build)).decode()
     found: dict[str, tuple[str, frozenset[str]]] = {}
     for family in text_string_to_metric_families(text):
         if not family.name.startswith("kvgate_"):

@@ -24,6 +24,7 @@ def figures(name: str, models: tuple[str, ...] = ("m",), running: float | None =
         kv_usage=0.5,
         hit_ratio=None,
         index_blocks=7,
+        kv_blocks=5,
         models=models,
     )
 

@@ -364,7 +364,7 @@ async def test_nobody_waits_longer_than_the_deadline(world):
     world.clock.advance(0.02)
     assert answers == [NoTokens(Why.LATE, "not within the deadline")]
     world.engine.gate.set()
-    await until(lambda: not tokens.counters()["engine_open"])
+    await until(lambda: not tokens.engine_open)
     assert len(answers) == 1
     assert world.clock.pending == 0
 
@@ -387,7 +387,7 @@ async def test_a_full_queue_is_said_at_once(world, monkeypatch):
     go.set()
     assert [answer.source for answer in await asyncio.gather(*held)] == ["local", "local"]
     assert tokens.answers["busy"] == 1
-    assert tokens.counters()["queued"] == 0
+    assert tokens.figures().queued == 0
     assert world.clock.pending == 0
 
 
@@ -406,7 +406,7 @@ async def test_a_client_that_leaves_hears_nothing(world):
     question = tokens.ask("m", CHAT_PATH, CHAT, world.clock.now() + 0.5, answers.append)
     await until(lambda: world.engine.questions)
     question.cancel()
-    await until(lambda: not tokens.counters()["engine_open"])
+    await until(lambda: not tokens.engine_open)
     assert answers == []
     assert world.clock.pending == 0
 
