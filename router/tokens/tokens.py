@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S: Final = 2.0
 LONGEST_RETRY_S: Final = 60.0
+TOLD_LIMIT: Final = 16  # lines about one model, each once
 WAIT_BUCKETS: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 # Models that engines render by their own code, and for /tokenize by the template: the ids there are not the prompt's.
 _HARMONY: Final = ("gpt-oss", "gpt_oss")
@@ -79,11 +80,13 @@ class _Model:
         "local",
         "name",
         "phase",
+        "problem",
         "retry_s",
         "root",
         "space",
         "task",
         "timer",
+        "told",
         "verdict",
     )
 
@@ -95,11 +98,19 @@ class _Model:
         self.space = space  # in the cache, for answers of engines
         self.phase = Phase.OFF
         self.detail = ""
+        self.problem = ""  # why the last question to an engine had no answer; empty after one that had
+        self.told: set[str] = set()  # lines of the log that were written already
         self.local: LocalTokenizer | None = None
         self.verdict: self_test.Verdict | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: TimerHandle | None = None
         self.retry_s = FIRST_RETRY_S
+
+    def tell(self, level: int, text: str) -> None:
+        """Once for each text, however often the model is compared again."""
+        if text not in self.told and len(self.told) < TOLD_LIMIT:
+            self.told.add(text)
+            log.log(level, "model %r: %s", self.name, text)
 
     def stop(self) -> None:
         if self.task is not None:
@@ -231,15 +242,19 @@ class Tokens:
         self._offload.close()
 
     def state(self, model: str) -> dict[str, Any]:
-        """For GET /backends: `source` local | engine | loading | testing | off, `check` verified | mismatch |
-        unverified | pending, and why."""
+        """For GET /backends. `source`: local | engine | loading | testing | off. `check` against the engine's own ids:
+        verified | mismatch | unverified | pending, None where nothing was compared; `detail` says what is the matter.
+        Where the model has a folder that serves: `folder`, and whether `chats` and the `cache` are on, or why not."""
         known = self._models.get(model)
         if known is None:
-            return {"source": Phase.OFF.value, "detail": "the model is not followed"}
-        state: dict[str, Any] = {"source": known.phase.value, "detail": known.detail}
-        if known.verdict is not None:
-            state["check"] = known.verdict.state.value
-            state["check_detail"] = known.verdict.detail
+            return {"source": Phase.OFF.value, "check": None, "detail": "the model is not followed"}
+        verdict = known.verdict
+        told = (known.detail, verdict.detail if verdict is not None else "", known.problem)
+        state: dict[str, Any] = {
+            "source": known.phase.value,
+            "check": verdict.state.value if verdict is not None else None,
+            "detail": "; ".join(dict.fromkeys(text for text in told if text)),
+        }
         if known.local is not None:
             state |= known.local.state()
         return state
@@ -275,9 +290,9 @@ class Tokens:
         """Find the way for a model, anew."""
         mode = self._settings.tokenization
         model.local = model.verdict = None
-        model.detail = ""
+        model.detail = model.problem = ""
         if mode == "off":
-            self._off(model, "tokenization is off")
+            model.phase, model.detail = Phase.OFF, "routing.kvaware.tokenization is off"
         elif any(word in f"{model.name} {model.root}".lower() for word in _HARMONY):
             self._off(model, "engines build this model's prompts by their own code, and /tokenize does not")
         elif mode == "engine":
@@ -296,6 +311,7 @@ class Tokens:
 
     def _off(self, model: _Model, why: str) -> None:
         model.phase, model.detail = Phase.OFF, why
+        model.tell(logging.WARNING, f"no tokens: {why}")
 
     async def _load(self, model: _Model, folder: str) -> None:
         configured = folder != model.root
@@ -334,12 +350,14 @@ class Tokens:
         return self._tokenizers.get(folder)
 
     def _give_up_local(self, model: _Model, why: str, *, loudly: bool) -> None:
-        if loudly:
-            log.error("local tokenizing is off for model %r: %s", model.name, why)
-        if self._settings.tokenization == "auto":
-            model.phase, model.detail = Phase.ENGINE, f"local: {why}"
+        """`loudly`: somebody counts on it, so that it has to be mended."""
+        auto = self._settings.tokenization == "auto"
+        if auto:  # what the check found, the state tells beside it
+            model.phase, model.detail = Phase.ENGINE, "" if model.verdict is not None else f"local: {why}"
         else:
-            self._off(model, why)
+            model.phase, model.detail = Phase.OFF, why
+        if loudly or not auto:
+            model.tell(logging.ERROR, f"local tokenizing is off: {why}")
 
     async def _test(self, model: _Model) -> None:
         local = model.local
@@ -360,6 +378,7 @@ class Tokens:
             verdict = self_test.Verdict(self_test.State.MISMATCH, f"{type(error).__name__} in the self-test")
         model.verdict = verdict
         if verdict.state is self_test.State.PENDING:
+            model.tell(logging.WARNING, f"no tokens until they are compared with an engine's: {verdict.detail}")
             self._later(model, lambda: setattr(model, "task", self._start(self._test(model))))
             return
         model.retry_s = FIRST_RETRY_S
@@ -369,9 +388,9 @@ class Tokens:
             return
         model.phase, model.detail = Phase.LOCAL, ""
         if verdict.chats_only:
-            log.warning("local tokenizing of model %r is for chats only: %s", model.name, verdict.detail)
+            model.tell(logging.WARNING, f"local tokenizing is for chats only: {verdict.detail}")
         if verdict.state is self_test.State.UNVERIFIED:
-            log.warning("local tokenizing of model %r is not verified: %s", model.name, verdict.detail)
+            model.tell(logging.WARNING, f"local tokenizing is not verified: {verdict.detail}")
 
     def _later(self, model: _Model, again: Callable[[], None]) -> None:
         model.timer = self._clock.call_later(model.retry_s, again)
@@ -468,9 +487,14 @@ class Tokens:
             answer = await self._engine.ask(model.name, body)
             ids: array[int] = await self._in_thread(partial(read_answer, answer), len(answer))
         except NoTokenizeRoute:
-            return NoTokens(Why.ENGINE, "the engines have no /tokenize")
+            model.problem = "the engines have no /tokenize"
+            model.tell(logging.WARNING, f"no tokens: {model.problem}")
+            return NoTokens(Why.ENGINE, model.problem)
         except Refused as refused:
+            if refused.why is Why.ENGINE:
+                model.problem = refused.detail
             return refused.answer()
+        model.problem = ""
         self.cache.keep([(key, ids)])
         return TokenIds(ids, "engine")
 

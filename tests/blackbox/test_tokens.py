@@ -102,7 +102,7 @@ async def test_another_models_folder_is_found_out_at_the_start(
     tokens.learn(MODEL)
     state = await settled(tokens)
     assert (state["source"], state["check"]) == ("engine", "mismatch")
-    assert "sample 'plain': token 0 is 1 here and " in state["check_detail"]
+    assert "sample 'plain': token 0 is 1 here and " in state["detail"]
     assert "local tokenizing is off" in caplog.text
     path, body = BODIES[0]
     answer = await ask(tokens, path, body)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import threading
 from array import array
@@ -17,7 +18,7 @@ from router.tokens.local import LocalTokenizer
 from router.tokens.model_folder import read_model_folder
 from router.tokens.question import CHAT_PATH, COMPLETIONS_PATH, ChatPrompt, TextPrompt, read_prompt
 from router.tokens.segment_cache import SegmentCache
-from router.tokens.tokens import Tokens, TokensSettings
+from router.tokens.tokens import TOLD_LIMIT, Tokens, TokensSettings
 from tests.support.tokenizer_folders import write_folder
 
 pytestmark = pytest.mark.asyncio
@@ -106,7 +107,7 @@ async def test_a_verified_folder_serves(world):
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
     state = await settled(tokens, "local")
-    assert (state["check"], state["check_detail"]) == ("verified", "6 of 6 samples equal the engine's ids")
+    assert (state["check"], state["detail"]) == ("verified", "6 of 6 samples equal the engine's ids")
     asked = len(world.engine.questions)
     assert await ask(tokens) == TokenIds(ids_of(world), "local")
     assert len(world.engine.questions) == asked
@@ -131,8 +132,8 @@ async def test_a_mismatch_names_the_difference_and_turns_to_the_engine(world, ca
     state = await settled(tokens, "engine")
     assert state["check"] == "mismatch"
     first = world.engine.local.tokenize(ChatPrompt([{"role": "user", "content": "x"}], None)).ids[0]
-    assert state["check_detail"] == f"sample 'plain': token 0 is {first} here and {first + 1} in the engine"
-    assert "local tokenizing is off for model 'm'" in caplog.text
+    assert state["detail"] == f"sample 'plain': token 0 is {first} here and {first + 1} in the engine"
+    assert "model 'm': local tokenizing is off" in caplog.text
     assert (await ask(tokens)).source == "engine"
 
 
@@ -147,7 +148,7 @@ async def test_completions_that_differ_leave_the_chats(world, caplog):
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
     state = await settled(tokens, "local")
-    assert state["check_detail"].startswith("chats only; sample 'completion': token 0 is ")
+    assert state["detail"].startswith("chats only; sample 'completion': token 0 is ")
     assert "is for chats only" in caplog.text
     assert (await ask(tokens)).ids == ids_of(world)
     assert (await ask(tokens, b'{"prompt": "x"}', COMPLETIONS_PATH)).why is Why.UNCERTAIN
@@ -176,7 +177,7 @@ async def test_an_engine_that_cannot_be_asked_now_is_asked_again(world):
     world.engine.status = 503
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
-    await until(lambda: tokens.state("m").get("check") == "pending")
+    await until(lambda: tokens.state("m")["check"] == "pending")
     assert (await ask(tokens)).why is Why.STARTING
     world.engine.status = 200
     world.clock.advance(2.0)
@@ -210,13 +211,74 @@ async def test_off_says_why(world, settings, root):
     assert await ask(tokens) == NoTokens(Why.OFF, "no tokens for this model")
 
 
-async def test_a_restarted_engine_is_compared_again(world):
+async def test_a_restarted_engine_is_compared_again(world, caplog):
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
     await settled(tokens, "local")
     world.engine.skew = 1
+    for _ in range(3):
+        tokens.restarted(world.backend)
+        assert (await settled(tokens, "engine"))["check"] == "mismatch"
+    assert caplog.text.count("local tokenizing is off") == 1, "one fault, one line"
+    world.engine.skew = 0
     tokens.restarted(world.backend)
-    assert (await settled(tokens, "engine"))["check"] == "mismatch"
+    assert (await settled(tokens, "local"))["check"] == "verified"
+
+
+async def test_lines_about_one_model_are_bounded(world, caplog):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    known = tokens._models["m"]
+    for n in range(TOLD_LIMIT + 5):
+        known.tell(logging.WARNING, f"line {n}")
+    assert caplog.text.count("line ") == TOLD_LIMIT
+
+
+async def test_engines_without_the_route_are_told_of_once_where_they_are_asked(world, caplog):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    assert tokens.state("m") == {"source": "engine", "check": None, "detail": ""}
+    world.engine.status = 404
+    for _ in range(2):
+        assert (await ask(tokens)).why is Why.ENGINE
+    assert tokens.state("m")["detail"] == "the engines have no /tokenize"
+    assert caplog.text.count("no /tokenize") == 1
+
+
+async def test_the_last_trouble_with_an_engine_is_told_until_it_is_over(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    world.engine.status = 503
+    await ask(tokens)
+    assert tokens.state("m")["detail"] == "/tokenize answered 503"
+    world.engine.status = 200
+    world.clock.advance(1.0)
+    assert (await ask(tokens)).source == "engine"
+    assert tokens.state("m")["detail"] == ""
+
+
+async def test_the_figures_are_those_of_what_was_asked(world):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    before = tokens.figures()
+    assert before.results == {}
+    for body in (CHAT, CHAT, b"{"):
+        await ask(tokens, body)
+    after = tokens.figures()
+    assert after.results == {"local": 2, "shape": 1}
+    assert (after.wait.count, after.queued) == (2, 0)
+    assert after.cache_hit_tokens - before.cache_hit_tokens == len(ids_of(world))
+    assert after.cache_missed_tokens - before.cache_missed_tokens == len(ids_of(world))
+    assert after.cache_bytes > before.cache_bytes
+
+
+async def test_an_engines_failure_is_no_source(world):
+    tokens = world.tokens(tokenization="engine")
+    tokens.learn("m")
+    world.engine.status = 500
+    await ask(tokens)
+    assert tokens.figures().results == {"engine-failed": 1}
 
 
 async def test_models_are_bounded_and_forgotten(world):
@@ -297,7 +359,7 @@ async def test_a_tokenizer_that_breaks_in_the_self_test_is_not_used(world, monke
     monkeypatch.setattr(LocalTokenizer, "render", lambda self, prompt: 1 / 0)
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
-    assert (await settled(tokens, "engine"))["check_detail"] == "ZeroDivisionError in the self-test"
+    assert (await settled(tokens, "engine"))["detail"] == "ZeroDivisionError in the self-test"
     assert "the self-test of model 'm' failed" in caplog.text
 
 
