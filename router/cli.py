@@ -10,9 +10,12 @@ import asyncio
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from router import build_info, config
+
+if TYPE_CHECKING:
+    from router.backends.probe import Probed
 
 # Imported only when asked for: a gateway has no use for a simulator or a client.
 LATE_COMMANDS: Final = {
@@ -100,9 +103,7 @@ def _check(arguments: argparse.Namespace) -> int:
     settings = config.load(arguments.config)
     findings = 0
     if arguments.probe:
-        from router.backends.probe import probe
-
-        for result in asyncio.run(probe(settings.backends, kv_events=settings.routing.strategy == "kvaware")):
+        for result in asyncio.run(_probe(settings)):
             print(result)
             for finding in result.findings:
                 print(finding, file=sys.stderr)
@@ -110,6 +111,17 @@ def _check(arguments: argparse.Namespace) -> int:
     if not findings:
         print("ok")
     return 2 if findings else 0
+
+
+async def _probe(settings: config.Config) -> list[Probed]:
+    from router.backends.probe import probe
+    from router.kv_probe import probe_caches
+
+    by_events = settings.routing.strategy == "kvaware"
+    results = await probe(settings.backends, kv_events=by_events)
+    if by_events:
+        await probe_caches(settings, results)
+    return results
 
 
 def _version(_: argparse.Namespace) -> int:

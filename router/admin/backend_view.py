@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from router.backends.backend import Backend, State
+from router.backends.cures import CACHING_OFF, NO_CACHED_TOKENS
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, StateChanged
 from router.proxy.services import Services
 
@@ -109,7 +110,18 @@ class BackendView:
             "learned": learned,
             "index": index,
             "kv_events": dict(self._kv_events(backend)),
+            "lacks": _lacks(backend, learned),
         }
+
+
+def _lacks(backend: Backend, learned: Mapping[str, object]) -> list[str]:
+    """Preconditions of placing by its cache that it does not meet, each with what cures it."""
+    lacks = []
+    if backend.report.prefix_caching is False:
+        lacks.append(CACHING_OFF)
+    if learned.get("reports_cached_tokens") is False:
+        lacks.append(NO_CACHED_TOKENS)
+    return [f"{problem}; {cure}" for problem, cure in lacks]
 
 
 def _why(backend: Backend) -> str:

@@ -17,6 +17,7 @@ import orjson
 
 from router.backends import vllm_metrics
 from router.backends.backend import EngineReport
+from router.backends.cures import CACHING_OFF, NO_CACHED_TOKENS, PUBLISH_EVENTS
 from router.backends.models import BadModels, read_models
 from router.config import BackendConfig
 from router.tls import client_context
@@ -24,10 +25,7 @@ from router.tls import client_context
 ANSWER_LIMIT_BYTES: Final = vllm_metrics.BODY_LIMIT_BYTES
 AT_ONCE: Final = 32  # engines asked at the same time
 
-_KV_EVENTS_CURE: Final = (
-    """start it with --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
-    """"endpoint": "tcp://*:5557"}', or set kv_events = "off" for this backend"""
-)
+_EVENTS_CURE: Final = f'{PUBLISH_EVENTS}, or set kv_events = "off" for this backend'
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,8 @@ class Probed:
 
     name: str
     models: tuple[str, ...] = ()
+    entries: list[dict[str, Any]] = field(default_factory=list)  # of /v1/models
+    no_events: bool = False  # it says that it publishes none, or has none to publish
     block_size_tokens: int | None = None
     num_gpu_blocks: int | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -157,6 +157,7 @@ class _Engine:
             return
         # Base models before their adapters: any of the former can be asked for a token.
         entries.sort(key=lambda entry: entry.get("parent") is not None)
+        self._result.entries = entries
         self._result.models = tuple(_printable(entry["id"]) for entry in entries)
         if not entries:
             self._found("serves no model", "see the engine's log")
@@ -176,7 +177,8 @@ class _Engine:
         self._result.block_size_tokens = report.block_size_tokens
         self._result.num_gpu_blocks = report.num_gpu_blocks
         if report.prefix_caching is False:
-            self._found("prefix caching is off", "start it with --enable-prefix-caching")
+            self._result.no_events = True
+            self._found(*CACHING_OFF)
         if report.prefix_caching is None or report.block_size_tokens is None:
             self._found(
                 "does not tell its block size and prefix caching (vllm:cache_config_info in /metrics)",
@@ -184,13 +186,15 @@ class _Engine:
             )
 
     async def _ask_kv_events(self) -> None:
-        if not self._kv_events:
-            return
+        if not self._kv_events or self._backend.kv_events != "auto":
+            return  # where they are is configured: following them will tell
         status, body = await self._get("/kv_event_sources")
         if status == 404:
-            self._found("no KV events published, as far as it tells (/kv_event_sources answers 404)", _KV_EVENTS_CURE)
+            self._result.no_events = True
+            self._found("no KV events published, as far as it tells (/kv_event_sources answers 404)", _EVENTS_CURE)
         elif status != 200 or not _publishes(body):
-            self._found("no KV events published", _KV_EVENTS_CURE)
+            self._result.no_events = True
+            self._found("no KV events published", _EVENTS_CURE)
 
     async def _ask_cached_tokens(self) -> None:
         if not self._result.models or self._report.prefix_caching is False:
@@ -212,9 +216,9 @@ class _Engine:
                     "see the engine's log",
                 )
                 return
-            if _tells_cached_tokens(body):
+            if cached_tokens_of(_loaded(body)) is not None:
                 return
-        self._found("answers carry no cached_tokens", "start it with --enable-prompt-tokens-details")
+        self._found(*NO_CACHED_TOKENS)
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         return await self._exchange("GET", path, None, self._timeout_s)
@@ -275,11 +279,12 @@ def _publishes(body: bytes) -> bool:
     )
 
 
-def _tells_cached_tokens(body: bytes) -> bool:
-    place = _loaded(body)
+def cached_tokens_of(answer: object) -> int | None:
+    """What an answer's usage says was cached, None where it does not say."""
+    place = answer
     for key in ("usage", "prompt_tokens_details", "cached_tokens"):
         place = place.get(key) if isinstance(place, dict) else None
-    return isinstance(place, int) and not isinstance(place, bool)
+    return place if isinstance(place, int) and not isinstance(place, bool) else None
 
 
 def _compare_block_sizes(results: Iterable[Probed]) -> None:

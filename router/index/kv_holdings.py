@@ -5,8 +5,11 @@ Written by the intake of KV events (kv_events/rank_feed.py calls it a sink) and 
 
 from __future__ import annotations
 
+from array import array
+
 from native.kv_index import Applied, KvIndex
 from native.sent_prompts import SentPrompts
+from native.token_hash import block_hashes
 from router.backends.backend import Backend
 
 
@@ -91,6 +94,14 @@ class KvHoldings:
                 if size:
                     return size
         return backend.report.block_size_tokens or 0
+
+    def leading_tokens(self, backend: Backend, ids: array[int]) -> int:
+        """How many tokens of a prompt without salt and adapter one of its ranks holds, from the beginning."""
+        engine, size = self._engines.get(backend), self.block_tokens(backend)
+        if engine is None or not size:
+            return 0
+        self.index.match(block_hashes(ids, size), size)
+        return size * max(self.index.matched_any[rank] for rank in engine.ranks)
 
     def held_blocks(self, backend: Backend) -> int:
         engine = self._engines.get(backend)

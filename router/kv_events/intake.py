@@ -18,6 +18,7 @@ import aiohttp
 import zmq
 
 from router.backends.backend import Backend, State
+from router.backends.cures import PUBLISH_EVENTS
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Reconfigured, Registry, StateChanged
 from router.backends.vllm_metrics import BODY_LIMIT_BYTES as METRICS_LIMIT_BYTES
 from router.clock import Clock
@@ -27,7 +28,6 @@ from router.kv_events.rank_stream import RankStream, StreamEnded
 from router.kv_events.settings import ASKED_AT_ONCE, PAUSE_LIMIT_S, REPLAYS_AT_ONCE, RETRY_LIMIT_S, IntakeSettings
 from router.kv_events.sources import (
     ANSWER_LIMIT_BYTES,
-    CURE,
     NoSource,
     Source,
     configured_sources,
@@ -366,8 +366,8 @@ class KvEventIntake:
             raise _NotNow(f"/kv_event_sources answers {status}")
         if configured == "auto":
             raise NoSource(
-                f"the engine does not tell where its KV events are (/kv_event_sources came with vLLM 0.31): {CURE} "
-                'and set kv_events = "tcp://host:5557" for this backend'
+                "the engine does not tell where its KV events are (/kv_event_sources came with vLLM 0.31): "
+                f'{PUBLISH_EVENTS} and set kv_events = "tcp://host:5557" for this backend'
             )
         _, metrics = await self._get(backend, "/metrics", METRICS_LIMIT_BYTES)
         return configured_sources(configured, ranks_in_metrics(metrics))

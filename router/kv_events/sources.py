@@ -13,14 +13,11 @@ from typing import Any, Final
 
 import orjson
 
+from router.backends.cures import PUBLISH_EVENTS
 from router.kv_events.settings import RANKS_LIMIT
 
 ANSWER_LIMIT_BYTES: Final = 1024 * 1024
 TOPIC_LIMIT_BYTES: Final = 1024
-CURE: Final = (
-    """start it with --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
-    """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""
-)
 _TCP: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^:/\[\]\s]+):([0-9]{1,5})")
 _ENGINE: Final = re.compile(rb'^vllm:num_requests_running\{[^}\n]*\bengine="([0-9]{1,3})"', re.MULTILINE)
 
@@ -48,7 +45,7 @@ def read_sources(body: bytes, host: str) -> dict[int, Source | NoSource]:
     if not isinstance(told, dict):
         raise NoSource("malformed: /kv_event_sources answers no JSON object")
     if not told:
-        raise NoSource(f"the engine publishes no KV events: {CURE}")
+        raise NoSource(f"the engine publishes no KV events: {PUBLISH_EVENTS}")
     if len(told) > RANKS_LIMIT:
         raise NoSource(f"malformed: /kv_event_sources names more than {RANKS_LIMIT} ranks")
     found: dict[int, Source | NoSource] = {}
@@ -85,7 +82,7 @@ def ranks_in_metrics(text: bytes) -> list[int]:
 
 def _read_entry(entry: dict[str, Any], host: str) -> Source:
     if entry.get("enable_kv_cache_events") is not True or entry.get("publisher") != "zmq":
-        raise NoSource(f"the engine publishes no KV events: {CURE}")
+        raise NoSource(f"the engine publishes no KV events: {PUBLISH_EVENTS}")
     topic, replay = entry.get("topic", ""), entry.get("replay_endpoint")
     if not isinstance(topic, str) or len(topic.encode()) > TOPIC_LIMIT_BYTES:
         raise NoSource("malformed: /kv_event_sources names a topic that is none")
@@ -104,25 +101,25 @@ def resolve(endpoint: object, host: str) -> tuple[str, str]:
         raise NoSource("malformed: /kv_event_sources names an endpoint that is none")
     if endpoint.startswith("ipc://"):
         if not _is_loopback(host):
-            raise NoSource(f"the engine publishes on {endpoint}, which only its own host can reach: {CURE}")
+            raise NoSource(f"the engine publishes on {endpoint}, which only its own host can reach: {PUBLISH_EVENTS}")
         return endpoint, ""
     matched = _TCP.fullmatch(endpoint)
     if matched is None or not 0 < int(matched[2]) < 65_536:
-        raise NoSource(f"the engine publishes on {_printable(endpoint)}, which is out of reach: {CURE}")
+        raise NoSource(f"the engine publishes on {_printable(endpoint)}, which is out of reach: {PUBLISH_EVENTS}")
     own, port = matched[1].strip("[]"), matched[2]
     target = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if own in ("*", "0.0.0.0") or (":" in own and ipaddress_or_none(own) in (None, ipaddress.ip_address("::"))):
         return target, ""
     # vLLM binds only what has a wildcard, and connects to the rest. But for tcp://*:0 it binds the address that it has
     # for its own and any free port, and tells these: only a try can show which it was.
-    hint = f"without a wildcard the engine connects to its endpoint instead of binding it; {CURE}"
+    hint = f"without a wildcard the engine connects to its endpoint instead of binding it; {PUBLISH_EVENTS}"
     if own == host or (_is_loopback(own) and _is_loopback(host)):
         return target, hint
     if _may_be_a_node(own):
         return endpoint, hint
     raise NoSource(
         f"the engine connects to {_printable(endpoint)}, which the gateway cannot bind; it binds where it has a "
-        f"wildcard: {CURE}"
+        f"wildcard: {PUBLISH_EVENTS}"
     )
 
 

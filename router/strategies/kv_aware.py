@@ -26,6 +26,7 @@ USAGE_FRESH_S: Final = 60.0  # after an answer with cached_tokens: so long the p
 ENOUGH_TOKENS: Final = 1024  # predicted, in the polls that are compared together
 FOREIGN_RATIO: Final = 1.5  # the engine was asked for so many times our tokens: its hits are not ours
 PATIENCE_LIMIT_S: Final = 1.0
+SILENT_ANSWERS: Final = 5  # that should have said how much was cached, and then nobody waits for it any more
 
 # Names of this module: to look a member up in its Enum costs 0.2 us each time, a Final nothing.
 KV: Final = Reason.KV
@@ -46,6 +47,7 @@ class Account:
         "polled_mirror",
         "polled_prompt",
         "polled_queries",
+        "silent_answers",
         "standing",
         "usage_at",
     )
@@ -53,9 +55,17 @@ class Account:
     def __init__(self) -> None:
         self.standing = Standing()
         self.usage_at = NEVER
+        self.silent_answers = 0  # with usage, of prompts that were cached, and nothing said of that
         self.polled_answers = self.polled_mirror = self.polled_prompt = 0
         self.polled_events: int | None = 0  # None: one of them was not predicted by events
         self.polled_hits = self.polled_queries = 0.0
+
+    @property
+    def reports_cached_tokens(self) -> bool | None:
+        """None while too little was seen to know."""
+        if self.usage_at != NEVER:
+            return True
+        return False if self.silent_answers >= SILENT_ANSWERS else None
 
     def start_over(self) -> None:
         self.polled_answers = self.polled_mirror = self.polled_prompt = 0
@@ -151,6 +161,7 @@ class KvAware:
         known["events_trust"] = standing.events.value if self._told(backend) else None
         known["mirror_trust"] = standing.mirror.value
         known["event_resyncs"] = standing.resyncs
+        known["reports_cached_tokens"] = account.reports_cached_tokens if account is not None else None
         return known
 
     def _look(self, request: RoutingRequest, candidates: Sequence[Backend]) -> KvHits | None:
@@ -296,6 +307,8 @@ class KvAware:
                 account.usage_at = now
             elif now - account.usage_at <= USAGE_FRESH_S:
                 cached = 0  # releases that leave a zero out
+            elif account.usage_at == NEVER and choice.matched_tokens >= self._block(engine):
+                account.silent_answers += 1
             if cached is not None:
                 if choice.placed_at >= engine.cleared_at:
                     self._compare_mirror(engine, account, self._mirrored(choice, prompt_tokens), cached, 1)

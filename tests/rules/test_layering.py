@@ -14,7 +14,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("index", "net", "learning", "kv_events", "tokens"),
     ("strategies",),
     ("proxy",),
-    ("control", "dashboard", "engine_caches"),
+    ("control", "dashboard", "engine_caches", "kv_probe"),
     ("admin", "tracing"),
     ("app",),
     ("cli",),

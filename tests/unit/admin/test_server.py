@@ -40,6 +40,7 @@ FIELDS = {
     "learned",
     "index",
     "kv_events",
+    "lacks",
 }
 
 
@@ -114,6 +115,7 @@ async def test_a_backend_that_never_answered() -> None:
             "learned": {},
             "index": None,
             "kv_events": KV_EVENTS,
+            "lacks": [],
         }
 
 

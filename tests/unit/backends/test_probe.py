@@ -285,7 +285,12 @@ def test_an_engine_that_publishes_no_kv_events_is_named(sources):
     assert "no KV events published" in finding
     # What is to be passed must be JSON that the engine takes.
     passed = json.loads(re.search(r"--kv-events-config '(.*)'", finding)[1])
-    assert passed == {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
+    assert passed == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5558",
+    }
 
 
 def test_an_engine_that_does_not_know_kv_event_sources_is_named():
