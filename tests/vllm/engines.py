@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MODEL = "noise-chat"
@@ -82,9 +82,10 @@ def metric_sum(exposition: str, name: str, **labels: str) -> float | None:
 
 
 class Engine:
-    """One `vllm serve`: its API server is our child, EngineCore and Worker are below that."""
+    """One `vllm serve`: its API server is our child, EngineCore and Worker are below that. `flags` come last, and win."""
 
-    def __init__(self, name: str, url: str, environment: Path, log: Path) -> None:
+    def __init__(self, name: str, url: str, environment: Path, log: Path, flags: Sequence[str] = ()) -> None:
+        self._flags = tuple(flags)
         self.name = name
         self.url = url
         self._environment = environment
@@ -121,6 +122,7 @@ class Engine:
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             "--trust-request-chat-template",  # test_tokens.py renders others than the model's own
             *("--kv-events-config", json.dumps(KV_EVENTS)),
+            *self._flags,
         ]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")} | {
             "HF_HUB_OFFLINE": "1",
