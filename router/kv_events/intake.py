@@ -46,6 +46,10 @@ class _NotNow(Exception):
     """The engine could not be asked; the text says why."""
 
 
+class _NoRoom(NoSource):
+    """The sink takes no more ranks."""
+
+
 class _Rank:
     """One rank: its feed for as long as the rank is known, its stream while there is one."""
 
@@ -147,7 +151,8 @@ class KvEventIntake:
         follower.wake.set()
 
     def resync(self, backend: Backend) -> None:
-        """What its events told is wrong: it is forgotten, and heard again."""
+        """What its events told is wrong: it is forgotten, and heard again from the first batch that the engine still
+        has. Nothing happens to a rank that does so already."""
         follower = self._followers.get(backend)
         if follower is not None:
             for rank in follower.ranks.values():
@@ -248,8 +253,9 @@ class KvEventIntake:
                 follower.failures = 0
                 await self._connect(backend, follower, sources)
             except NoSource as reason:
-                self._switch_off(follower, str(reason))
-                self._on_state(backend)
+                self._switch_off(backend, follower, str(reason))
+                if isinstance(reason, _NoRoom):
+                    pause_s = RETRY_LIMIT_S  # another backend may leave
             except _NotNow as failure:
                 pause_s = min(self._settings.retry_s * 2.0**follower.failures, RETRY_LIMIT_S)
                 follower.failures = min(follower.failures + 1, 16)
@@ -259,22 +265,28 @@ class KvEventIntake:
                 pause_s = max(min(due) - self._clock.now(), 0.0)
             await self._pause(follower.wake, pause_s)
 
-    def _switch_off(self, follower: _Follower, why: str) -> None:
+    def _switch_off(self, backend: Backend, follower: _Follower, why: str) -> None:
         if follower.why != why:
-            logger.warning("KV events are off: %s", why)
+            logger.warning("KV events of %s are off: %s", backend.name, why)
         follower.state, follower.why = FeedState.OFF, why
-        for rank in follower.ranks.values():
+        ranks, follower.ranks = follower.ranks, {}
+        for rank in ranks.values():
             self._drop_rank(rank)
-        follower.ranks.clear()
+        self._on_state(backend)
 
     async def _connect(self, backend: Backend, follower: _Follower, sources: dict[int, Source | NoSource]) -> None:
+        changed = follower.ranks.keys() ^ sources.keys()
         for number in [number for number in follower.ranks if number not in sources]:
             self._drop_rank(follower.ranks.pop(number))
+        # All of them before the first is followed: an engine of which a rank is missing would look like a whole one.
+        for number in sources:
+            if number not in follower.ranks:
+                follower.ranks[number] = self._new_rank(backend, number, len(sources))
+        if changed:
+            self._on_state(backend)
         now = self._clock.now()
         for number, source in sources.items():
-            rank = follower.ranks.get(number)
-            if rank is None:
-                rank = follower.ranks[number] = self._new_rank(backend, number, len(sources))
+            rank = follower.ranks[number]
             if isinstance(source, NoSource):
                 self._end_stream(rank)
                 rank.source = None
@@ -298,10 +310,14 @@ class KvEventIntake:
             blocks = backend.report.num_gpu_blocks  # of all ranks together
             return None if blocks is None else max(blocks // ranks, 1)
 
+        try:
+            index_rank = self._sink.add_rank(backend, number)
+        except ValueError:
+            raise _NoRoom("the index has no room for more ranks of engines") from None
         return _Rank(
             RankFeed(
                 backend.name,
-                self._sink.add_rank(backend, number),
+                index_rank,
                 self._sink,
                 self._clock,
                 self._settings,

@@ -115,6 +115,7 @@ class RankFeed:
         self._on_state = on_state
         self._next: int | None = 0  # the sequence that must come now; None: any
         self._digest = 0  # of the last payload
+        self._anew = True  # nothing is known from before the replay under way
         self._complete = True
         self._lack = ""  # why it is not
         self._stored_since = 0
@@ -167,13 +168,19 @@ class RankFeed:
         self._enter(state, why)
 
     def resync(self, why: str) -> None:
-        """What is known is wrong: it is forgotten, and heard again where there is a replay. A replay under way, or a
-        stream that is broken, brings all anew by itself."""
-        if self.state is FeedState.LIVE or self.state is FeedState.INCOMPLETE:
+        """What is known is wrong: it is forgotten, and heard again from the beginning where there is a replay, unless
+        that is under way."""
+        if self.state is FeedState.STALE:
+            self.forget(FeedState.CONNECTING, self.why)
+        elif self.state is FeedState.REPLAYING:
+            if not self._anew:  # it fills a gap in what is wrong
+                self._another_process()
+        elif self.state is FeedState.LIVE or self.state is FeedState.INCOMPLETE:
             if self._can_replay:
                 self._another_process()
             else:
-                self._lose(why)
+                self._clear_incomplete(why)
+                self._settle()
 
     def live(self, sequence: int, payload: bytes) -> None:
         if self.state is FeedState.REPLAYING:
@@ -301,16 +308,21 @@ class RankFeed:
     def _forget(self) -> None:
         """Empty, and that is all there is to know until the first batch."""
         self._sink.clear(self.index_rank)
+        self._anew = True
         self.sequence, self._next, self._digest = -1, 0, 0
         self._complete, self._lack, self._stored_since = True, "", 0
 
     def _lose(self, why: str) -> None:
         self.gaps += 1
         self._metrics.kv_event_gaps += 1
-        self._sink.clear(self.index_rank)
-        self._next, self._complete, self._lack, self._stored_since = None, False, why, 0
-        if self.state is FeedState.LIVE:
+        self._clear_incomplete(why)
+        if self.state is FeedState.LIVE or self.state is FeedState.INCOMPLETE:
             self._settle()
+
+    def _clear_incomplete(self, why: str) -> None:
+        self._sink.clear(self.index_rank)
+        self._anew = True
+        self._next, self._complete, self._lack, self._stored_since = None, False, why, 0
 
     def _apply(self, sequence: int, payload: bytes) -> None:
         applied = self._sink.apply(self.index_rank, payload)
@@ -383,6 +395,7 @@ class RankFeed:
         self._settle()
 
     def _settle(self) -> None:
+        self._anew = False
         self._enter(FeedState.LIVE if self._complete else FeedState.INCOMPLETE, self._lack)
 
     def _enter(self, state: FeedState, why: str) -> None:

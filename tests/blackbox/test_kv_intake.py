@@ -3,75 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 import zmq
 from aiohttp import web
 
-from router.backends.backend import Backend
-from router.backends.health import poll_session
-from router.backends.registry import Registry
-from router.clock import SystemClock
-from router.kv_events import FeedState, IntakeSettings, KvEventIntake
+from router.kv_events import FeedState, IntakeSettings
+from tests.support import kv_following
+from tests.support.kv_following import TIMEOUT_S, Following, run
 from tests.support.sim_process import SimProcess, running_sim
 from tests.unit.kv_events.recording_sink import RecordingSink
 
 FAST = ("--step-ms", "1", "--decode-ms", "1", "--decode-ms-per-seq", "0")
-TIMEOUT_S = 30.0
 
 
 class Rig:
-    """An intake with one backend; `until` waits for a condition, looked at after each batch and change of state."""
+    """What follows, and what it gave to its sink."""
 
-    def __init__(self, url: str, settings: IntakeSettings) -> None:
-        clock = SystemClock(asyncio.get_running_loop())
-        self.registry = Registry(clock)
-        self.sink = RecordingSink()
-        self.changed = asyncio.Event()
-        self.sink.on_apply = lambda rank: self.changed.set()
-        self.intake = KvEventIntake(
-            self.registry,
-            clock,
-            poll_session,
-            self.sink,
-            settings,
-            on_state=lambda backend: self.changed.set(),
+    def __init__(self, rig: Following, sink: RecordingSink) -> None:
+        self.intake, self.backend, self.rank, self.state, self.until = (
+            rig.intake,
+            rig.backend,
+            rig.rank,
+            rig.state,
+            rig.until,
         )
-        self.backend: Backend = self.registry.add("e", url)
-
-    def rank(self, number: int = 0) -> dict[str, object]:
-        return next((told for told in self.intake.describe(self.backend) if told["rank"] == number), {})
-
-    def state(self, number: int = 0) -> object:
-        return self.rank(number).get("state")
+        self.sink = sink
 
     def held(self, number: int = 0) -> list[bytes]:
         return self.sink.held[self.sink.numbers[self.backend, number]]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
 
 @asynccontextmanager
 async def following(url: str, settings: IntakeSettings | None = None) -> AsyncIterator[Rig]:
-    rig = Rig(url, settings or IntakeSettings(retry_s=0.05))
-    await rig.intake.start()
-    try:
-        yield rig
-    finally:
-        await rig.intake.stop()
-        rig.registry.close()
-
-
-def run(test: Callable[[], object]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test())  # type: ignore[arg-type]
+    sink = RecordingSink()
+    async with kv_following.following(url, sink, settings) as rig:
+        yield Rig(rig, sink)
 
 
 async def complete(sim: SimProcess, first: int, count: int) -> None:

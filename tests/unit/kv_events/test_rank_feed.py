@@ -314,3 +314,79 @@ def test_a_lower_sequence_without_replay_is_another_process_too(sequence: int) -
     rig.feed.live(sequence, b"new")
     assert rig.has == [b"new"]
     assert rig.feed.state is (FeedState.LIVE if sequence == 0 else FeedState.INCOMPLETE)
+
+
+def test_a_resync_forgets_all_and_hears_it_again_from_the_beginning() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine)
+    for _ in range(3):
+        rig.feed.live(*engine.batch())
+    rig.feed.resync("wrong")
+    assert (rig.has, rig.feed.state, rig.feed.replay_from) == ([], FeedState.REPLAYING, 0)
+    rig.feed.live(*engine.batch())
+    rig.answer(engine)
+    assert rig.has == engine.sent
+    assert (rig.feed.state, rig.feed.gaps, rig.held.used) == (FeedState.LIVE, 0, 0)
+
+
+def test_a_resync_during_a_resync_changes_nothing() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine)
+    for _ in range(3):
+        rig.feed.live(*engine.batch())
+    rig.feed.resync("wrong")
+    asked, rig.feed.replay_from = rig.feed.resyncs, None
+    first, *rest = engine.replay(0)
+    rig.feed.replayed(*first)
+    rig.feed.resync("wrong")
+    assert (rig.has, rig.feed.replay_from, rig.feed.resyncs) == ([first[1]], None, asked)
+    for frame in rest:
+        rig.feed.replayed(*frame)
+    rig.feed.replay_ended()
+    rig.answer(engine)
+    assert rig.has == engine.sent
+
+
+def test_a_resync_while_a_gap_is_filled_keeps_nothing_of_before() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine)
+    rig.feed.live(*engine.batch())
+    engine.batch()
+    rig.feed.live(*engine.batch())
+    assert rig.feed.state is FeedState.REPLAYING
+    rig.feed.resync("wrong")
+    assert (rig.has, rig.feed.replay_from) == ([], 0)
+    rig.answer(engine)
+    assert rig.has == engine.sent
+    assert rig.feed.state is FeedState.LIVE
+
+
+def test_a_resync_of_a_broken_stream_forgets_at_once_and_the_next_one_brings_all() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine)
+    rig.feed.live(*engine.batch())
+    rig.feed.disconnected("cut")
+    rig.feed.resync("wrong")
+    assert (rig.has, rig.feed.state, rig.feed.why, rig.clock.pending) == ([], FeedState.CONNECTING, "cut", 0)
+    rig.join(engine)
+    assert rig.has == engine.sent
+    assert rig.feed.state is FeedState.LIVE
+
+
+def test_a_resync_without_replay_leaves_the_rank_incomplete_and_is_no_gap() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine, can_replay=False)
+    rig.feed.live(*engine.batch())
+    assert rig.feed.state is FeedState.LIVE
+    rig.feed.resync("it lied")
+    assert (rig.has, rig.feed.state, rig.feed.why, rig.feed.gaps) == ([], FeedState.INCOMPLETE, "it lied", 0)
+    rig.feed.live(*engine.batch())
+    assert rig.has == engine.sent[1:]
+
+
+def test_a_switched_off_rank_has_nothing_to_resync() -> None:
+    rig, engine = Rig(), Engine()
+    rig.join(engine)
+    rig.feed.forget(FeedState.OFF, "no events")
+    rig.feed.resync("wrong")
+    assert (rig.feed.state, rig.feed.why, rig.feed.replay_from) == (FeedState.OFF, "no events", None)
