@@ -60,8 +60,9 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`messages` as the client sent them, but for `reasoning_content`, which became `reasoning`; `arguments` are the
-    template's, `tools` in the engine's order. conversation() is what the template gets."""
+    """`messages` as the client sent them, but that `reasoning_content` is there as `reasoning` too: engines' /tokenize
+    knows the old name or the new one. `arguments` are the template's, `tools` in the engine's order. conversation() is
+    what the template gets."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -218,11 +219,8 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
 def _checked_message(message: object) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(Why.SHAPE, "a message without a role")
-    if "reasoning_content" in message:
-        message = dict(message)
-        reasoning = message.pop("reasoning_content")
-        if message.get("reasoning") is None and reasoning is not None:
-            message["reasoning"] = reasoning
+    if message.get("reasoning") is None and message.get("reasoning_content") is not None:
+        message = {**message, "reasoning": message["reasoning_content"]}
     role, content = message["role"], message.get("content")
     if content is None and role in _ROLES_WITH_CONTENT:
         raise Refused(Why.SHAPE, "a message without content")

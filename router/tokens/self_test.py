@@ -56,7 +56,19 @@ _SAMPLES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     (
         "content parts",
         CHAT_PATH,
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": part} for part in ("One.", "Two.")]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": part} for part in ("One.", "", "Two.")]}]},
+    ),
+    (
+        "reasoning",
+        CHAT_PATH,
+        {
+            "messages": [
+                {"role": "user", "content": "Where is Zürich?"},
+                {"role": "assistant", "content": "", "reasoning_content": "\nA tool.\n", "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "CH"},
+            ],
+            "tools": [_TOOL],
+        },
     ),
     (
         "non-ASCII",

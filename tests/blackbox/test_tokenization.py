@@ -191,7 +191,7 @@ def test_an_engines_own_folder_serves_once_it_is_verified(tmp_path: Path) -> Non
             assert tokens_of(gateway, model) == {
                 "source": "local",
                 "check": "verified",
-                "detail": "6 of 6 samples equal the engine's ids",
+                "detail": "7 of 7 samples equal the engine's ids",
                 "folder": str(folder),
                 "chats": "on",
                 "cache": "on",

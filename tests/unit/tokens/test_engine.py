@@ -141,7 +141,7 @@ async def test_the_question_of_a_chat():
     assert isinstance(prompt, ChatPrompt)
     assert json.loads(engine_question("m", prompt)) == {
         "model": "m",
-        "messages": [{"role": "assistant", "content": "x", "reasoning": "y"}],
+        "messages": [{"role": "assistant", "content": "x", "reasoning_content": "y", "reasoning": "y"}],
         "tools": [{"type": "function", "function": {"name": "f", "description": None, "parameters": None}}],
         "chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True},
         "add_generation_prompt": False,

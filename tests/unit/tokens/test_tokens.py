@@ -107,7 +107,7 @@ async def test_a_verified_folder_serves(world):
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
     state = await settled(tokens, "local")
-    assert (state["check"], state["detail"]) == ("verified", "6 of 6 samples equal the engine's ids")
+    assert (state["check"], state["detail"]) == ("verified", "7 of 7 samples equal the engine's ids")
     asked = len(world.engine.questions)
     assert await ask(tokens) == TokenIds(ids_of(world), "local")
     assert len(world.engine.questions) == asked
