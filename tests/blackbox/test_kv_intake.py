@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-import zmq
-from aiohttp import web
 
 from router.kv_events import FeedState, IntakeSettings
 from tests.support import kv_following
-from tests.support.kv_following import TIMEOUT_S, Following, run
+from tests.support.kv_following import Following, run
+from tests.support.kv_publisher import Publisher, publishing
 from tests.support.sim_process import SimProcess, running_sim
 from tests.unit.kv_events.recording_sink import RecordingSink
 
@@ -23,13 +22,8 @@ class Rig:
     """What follows, and what it gave to its sink."""
 
     def __init__(self, rig: Following, sink: RecordingSink) -> None:
-        self.intake, self.backend, self.rank, self.state, self.until = (
-            rig.intake,
-            rig.backend,
-            rig.rank,
-            rig.state,
-            rig.until,
-        )
+        self.intake, self.backend, self.states = rig.intake, rig.backend, rig.states
+        self.rank, self.state, self.until = rig.rank, rig.state, rig.until
         self.sink = sink
 
     def held(self, number: int = 0) -> list[bytes]:
@@ -37,9 +31,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def following(url: str, settings: IntakeSettings | None = None) -> AsyncIterator[Rig]:
+async def following(url: str, settings: IntakeSettings | None = None, kv_events: str = "auto") -> AsyncIterator[Rig]:
     sink = RecordingSink()
-    async with kv_following.following(url, sink, settings) as rig:
+    async with kv_following.following(url, sink, settings, kv_events) as rig:
         yield Rig(rig, sink)
 
 
@@ -115,82 +109,23 @@ def test_an_engine_without_events_says_what_cures_it() -> None:
     run(test)
 
 
-class Publisher:
-    """Two ranks' PUB and ROUTER sockets behind an HTTP port that tells where they are."""
-
-    def __init__(self, ranks: int) -> None:
-        self.context = zmq.Context()
-        self.pubs = [self.bound(zmq.PUB) for _ in range(ranks)]
-        self.runner: web.AppRunner | None = None
-
-    def bound(self, kind: int) -> tuple[zmq.Socket[bytes], int]:
-        socket = self.context.socket(kind)
-        socket.linger = 0
-        socket.set_hwm(0)
-        return socket, socket.bind_to_random_port("tcp://127.0.0.1")
-
-    async def start(self) -> str:
-        sources = {
-            str(rank): {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": f"tcp://*:{port}",
-                "replay_endpoint": None,
-                "topic": "",
-            }
-            for rank, (_, port) in enumerate(self.pubs)
-        }
-
-        async def answer(request: web.Request) -> web.Response:
-            return web.json_response(sources)
-
-        app = web.Application()
-        app.router.add_get("/kv_event_sources", answer)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-
-    async def stop(self) -> None:
-        assert self.runner is not None
-        await self.runner.cleanup()
-        for socket, _ in self.pubs:
-            socket.close()
-        self.context.term()
-
-    def send(self, rank: int, sequence: int, payload: bytes) -> None:
-        self.pubs[rank][0].send_multipart([b"", sequence.to_bytes(8, "big"), payload])
-
-
-@asynccontextmanager
-async def publishing(ranks: int) -> AsyncIterator[tuple[Publisher, str]]:
-    publisher = Publisher(ranks)
-    url = await publisher.start()
-    try:
-        yield publisher, url
-    finally:
-        await publisher.stop()
-
-
 async def subscribed(rig: Rig, publisher: Publisher, rank: int) -> None:
-    """A subscription takes a moment to reach the publisher: the first batch is sent until it arrives."""
+    """And the first batch heard."""
+    await publisher.ranks[rank].subscribed.wait()
     await rig.until(lambda: rig.state(rank) == FeedState.INCOMPLETE)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not rig.held(rank):
-            publisher.send(rank, 0, b"first")
-            await asyncio.sleep(0)
+    publisher.ranks[rank].send(0, b"first")
+    await rig.until(lambda: bool(rig.held(rank)))
 
 
 def test_ten_thousand_batches_on_each_of_two_ranks_arrive_once_and_in_order() -> None:
     async def test() -> None:
         settings = IntakeSettings(frames_per_s=1_000_000)
-        async with publishing(2) as (publisher, url), following(url, settings) as rig:
+        async with publishing(2, replays=False) as publisher, following(publisher.url, settings) as rig:
             for rank in range(2):
                 await subscribed(rig, publisher, rank)
             for sequence in range(1, 10_001):
                 for rank in range(2):
-                    publisher.send(rank, sequence, b"%d/%d" % (rank, sequence))
+                    publisher.ranks[rank].send(sequence, b"%d/%d" % (rank, sequence))
             await rig.until(lambda: all(rig.rank(rank)["sequence"] == 10_000 for rank in range(2)))
             for rank in range(2):
                 assert rig.held(rank)[-10_000:] == [b"%d/%d" % (rank, sequence) for sequence in range(1, 10_001)]
@@ -205,10 +140,10 @@ def test_ten_thousand_batches_on_each_of_two_ranks_arrive_once_and_in_order() ->
 )
 def test_garbage_is_counted_and_ends_in_a_pause(frames: list[bytes]) -> None:
     async def test() -> None:
-        async with publishing(1) as (publisher, url), following(url) as rig:
+        async with publishing(replays=False) as publisher, following(publisher.url) as rig:
             await subscribed(rig, publisher, 0)
             for _ in range(3):
-                publisher.pubs[0][0].send_multipart(frames)
+                publisher.ranks[0].send_parts(*frames)
             await rig.until(lambda: rig.state() == FeedState.OFF)
             assert str(rig.rank()["why"]).startswith("malformed: ")
             assert rig.held() == []
@@ -219,10 +154,10 @@ def test_garbage_is_counted_and_ends_in_a_pause(frames: list[bytes]) -> None:
 def test_a_flood_ends_in_a_pause() -> None:
     async def test() -> None:
         settings = IntakeSettings(frames_per_s=50)
-        async with publishing(1) as (publisher, url), following(url, settings) as rig:
+        async with publishing(replays=False) as publisher, following(publisher.url, settings) as rig:
             await subscribed(rig, publisher, 0)
             for sequence in range(1, 5_000):
-                publisher.send(0, sequence, b"x%d" % sequence)
+                publisher.ranks[0].send(sequence, b"x%d" % sequence)
             await rig.until(lambda: rig.state() == FeedState.OFF)
             assert "flood" in str(rig.rank()["why"])
 
@@ -232,10 +167,159 @@ def test_a_flood_ends_in_a_pause() -> None:
 def test_a_frame_beyond_the_bound_breaks_the_stream_and_is_never_applied() -> None:
     async def test() -> None:
         settings = IntakeSettings(max_payload_bytes=1000, retry_s=0.05)
-        async with publishing(1) as (publisher, url), following(url, settings) as rig:
+        async with publishing(replays=False) as publisher, following(publisher.url, settings) as rig:
             await subscribed(rig, publisher, 0)
-            publisher.send(0, 1, b"x" * 1001)
+            publisher.ranks[0].send(1, b"x" * 1001)
             await rig.until(lambda: rig.state() == FeedState.STALE)
             assert b"x" * 1001 not in rig.sink.seen[0]
+
+    run(test)
+
+
+async def connected(publisher: Publisher) -> None:
+    for rank in publisher.ranks:
+        await rank.subscribed.wait()
+
+
+def test_a_configured_endpoint_serves_an_engine_that_does_not_tell_and_its_ranks_follow_by_port() -> None:
+    async def test() -> None:
+        async with publishing(2, topic=b"kv@a", tells=False) as publisher:
+            endpoint = f"tcp://127.0.0.1:{publisher.ranks[0].port}"
+            async with following(publisher.url, kv_events=endpoint) as rig:
+                await connected(publisher)
+                await rig.until(lambda: [rig.state(number) for number in (0, 1)] == [FeedState.INCOMPLETE] * 2)
+                assert "replay_endpoint" in rig.rank()["why"]
+                publisher.ranks[1].send(0, b"first")
+                publisher.ranks[0].send(7, b"seventh")
+                await rig.until(lambda: rig.held(0) == [b"seventh"] and rig.held(1) == [b"first"])
+                assert [rig.state(number) for number in (0, 1)] == [FeedState.INCOMPLETE, FeedState.LIVE]
+                publisher.ranks[0].send(8, b"cleared")
+                await rig.until(lambda: rig.state(0) == FeedState.LIVE)
+                assert rig.rank(1)["endpoint"] == f"tcp://127.0.0.1:{publisher.ranks[1].port}"
+
+    run(test)
+
+
+def test_a_configured_endpoint_by_name_is_looked_up() -> None:
+    async def test() -> None:
+        async with publishing(tells=False) as publisher:
+            endpoint = f"tcp://localhost:{publisher.ranks[0].port}"
+            async with following(publisher.url, kv_events=endpoint) as rig:
+                await rig.until(lambda: rig.state() in (FeedState.INCOMPLETE, FeedState.CONNECTING))
+                assert rig.rank()["endpoint"] == endpoint
+
+    run(test)
+
+
+def test_without_a_configured_endpoint_an_engine_that_does_not_tell_is_off_and_named() -> None:
+    async def test() -> None:
+        async with publishing(tells=False) as publisher, following(publisher.url) as rig:
+            await rig.until(lambda: rig.intake.describe(rig.backend)[0]["state"] == FeedState.OFF)
+            assert 'kv_events = "tcp://host:5557"' in rig.intake.describe(rig.backend)[0]["why"]
+            assert rig.intake.ranks_of(rig.backend) == ()
+
+    run(test)
+
+
+def test_an_engine_that_restarts_during_a_replay_leaves_nothing_of_what_was_replayed() -> None:
+    async def test() -> None:
+        async with publishing() as publisher:
+            engine = publisher.ranks[0]
+            engine.hold_replays = True
+            engine.ring.update({0: b"old 0", 1: b"old 1"})
+            async with following(publisher.url) as rig:
+                who, start = await engine.asked.get()
+                assert start == 0
+                engine.answer(who, 0)
+                await rig.until(lambda: rig.held() == [b"old 0"])
+                rig.intake.engine_restarted(rig.backend)
+                assert (rig.held(), rig.state()) == ([], FeedState.CONNECTING)
+                engine.ring = {0: b"new 0"}
+                another, start = await engine.asked.get()
+                assert (another != who, start) == (True, 0)
+                engine.end(who)  # too late: nobody waits for it
+                engine.answer(another, 0)
+                engine.end(another)
+                await rig.until(lambda: rig.state() == FeedState.LIVE)
+                assert rig.held() == [b"new 0"]
+
+    run(test)
+
+
+def test_what_is_published_during_a_slow_replay_is_applied_after_it_once() -> None:
+    async def test() -> None:
+        async with publishing() as publisher:
+            engine = publisher.ranks[0]
+            engine.hold_replays = True
+            engine.ring.update({0: b"0", 1: b"1"})
+            async with following(publisher.url) as rig:
+                who, _ = await engine.asked.get()
+                await engine.subscribed.wait()
+                engine.answer(who, 0)
+                for sequence in (2, 3):
+                    engine.publish(sequence, b"%d" % sequence)
+                await rig.until(lambda: rig.held() == [b"0"])
+                for sequence in (1, 2):  # the ring has what was published meanwhile
+                    engine.answer(who, sequence)
+                await rig.until(lambda: len(rig.held()) == 3)
+                assert rig.state() == FeedState.REPLAYING
+                engine.end(who)
+                await rig.until(lambda: rig.state() == FeedState.LIVE)
+                assert rig.held() == [b"0", b"1", b"2", b"3"]
+                assert (rig.rank()["gaps"], rig.rank()["resyncs"]) == (0, 0)
+
+    run(test)
+
+
+def test_a_replay_that_stands_still_is_asked_for_again_from_where_it_got_to() -> None:
+    async def test() -> None:
+        settings = IntakeSettings(replay_stall_s=0.05)
+        async with publishing() as publisher:
+            engine = publisher.ranks[0]
+            engine.hold_replays = True
+            engine.ring.update({number: b"%d" % number for number in range(4)})
+            async with following(publisher.url, settings) as rig:
+                who, _ = await engine.asked.get()
+                engine.answer(who, 0)
+                engine.answer(who, 1)
+                again, start = await engine.asked.get()
+                assert start == 1
+                for sequence in (1, 2, 3):
+                    engine.answer(again, sequence)
+                engine.end(again)
+                await rig.until(lambda: rig.state() == FeedState.LIVE)
+                assert rig.held() == [b"0", b"1", b"2", b"3"]
+
+    run(test)
+
+
+def test_a_resync_by_order_replays_all_and_state_changes_are_told() -> None:
+    async def test() -> None:
+        async with publishing() as publisher:
+            engine = publisher.ranks[0]
+            engine.ring.update({0: b"0", 1: b"1"})
+            async with following(publisher.url) as rig:
+                await rig.until(lambda: rig.state() == FeedState.LIVE)
+                before = len(rig.states)
+                rig.intake.resync(rig.backend)
+                rig.intake.resync(rig.backend)
+                assert rig.held() == []
+                await rig.until(lambda: rig.state() == FeedState.LIVE)
+                assert rig.held() == [b"0", b"1"]
+                assert rig.states[before:] == [(FeedState.REPLAYING,), (FeedState.LIVE,)]
+                assert engine.asked.qsize() == 2
+
+    run(test)
+
+
+def test_an_index_without_room_for_a_rank_leaves_the_engine_off() -> None:
+    async def test() -> None:
+        async with publishing(2) as publisher:
+            sink = RecordingSink()
+            sink.limit = 1
+            async with kv_following.following(publisher.url, sink) as rig:
+                await rig.until(lambda: rig.intake.describe(rig.backend)[0]["state"] == FeedState.OFF)
+                assert "no room" in rig.intake.describe(rig.backend)[0]["why"]
+                assert (rig.intake.ranks_of(rig.backend), sink.held) == ((), {})
 
     run(test)

@@ -24,9 +24,12 @@ class RecordingSink:
         self.seen: dict[int, list[bytes]] = {}
         self.numbers: dict[tuple[Backend | str, int], int] = {}
         self.clears = 0
+        self.limit = 1_000  # ranks at once
         self.on_apply = lambda rank: None
 
     def add_rank(self, backend: Backend | str, number: int) -> int:
+        if len(self.held) == self.limit:
+            raise ValueError
         rank = len(self.seen)
         self.numbers[backend, number] = rank
         self.held[rank], self.seen[rank] = [], []
