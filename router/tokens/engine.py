@@ -103,9 +103,10 @@ class EngineTokenizer:
         self.open = 0
         self.failed = 0
 
-    async def ask(self, model: str, question: bytes) -> bytes:
-        """The body of a 200. Refused where there is none, NoTokenizeRoute where there never will be."""
-        backend = self._least_loaded(model)
+    async def ask(self, model: str, question: bytes, only: Backend | None = None) -> bytes:
+        """The body of a 200. Refused where there is none, NoTokenizeRoute where there never will be. `only`: this
+        backend is asked, whatever its load."""
+        backend = self._least_loaded(model) if only is None else only
         if self.open >= self._limit:
             raise Refused(Why.BUSY, "too many questions to the engines' /tokenize are open")
         self.open += 1

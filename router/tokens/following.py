@@ -8,14 +8,16 @@ from typing import Any, Final
 
 import aiohttp
 
-from router.backends.backend import Backend
-from router.backends.registry import BackendRemoved, FleetEvent, ModelsChanged, Registry
+from router.backends.backend import Backend, State
+from router.backends.registry import BackendRemoved, FleetEvent, ModelsChanged, Registry, StateChanged
 from router.clock import Clock
 from router.tls import ClientContexts
 from router.tokens.tokens import Tokens, TokensSettings
 
 ANSWER_LIMIT_BYTES: Final = 32 * 1024 * 1024  # a million ids, as JSON
 ADAPTERS_DEEP: Final = 4  # a parent is a base model; a chain of them is no fleet's, but may be some engine's answer
+
+_AWAY: Final = (State.STARTING, State.DOWN)  # it may come back as another engine
 
 
 class FleetTokens:
@@ -56,8 +58,11 @@ class FleetTokens:
             for model in names or event.backend.models:  # none: a field of some entry is another, perhaps a root
                 self._learn(model)
         elif isinstance(event, BackendRemoved):
+            self.tokens.left(event.backend)
             for model in event.backend.models:
                 self._learn(model)
+        elif isinstance(event, StateChanged) and event.after is State.UP and event.before in _AWAY:
+            self.tokens.joined(event.backend)
 
     def _learn(self, model: str) -> None:
         origin = self._origin_of(model)

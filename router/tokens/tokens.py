@@ -87,6 +87,7 @@ class _Model:
         "task",
         "timer",
         "told",
+        "unchecked",
         "verdict",
     )
 
@@ -99,6 +100,7 @@ class _Model:
         self.phase = Phase.OFF
         self.detail = ""
         self.problem = ""  # why the last question to an engine had no answer; empty after one that had
+        self.unchecked: dict[Backend, None] = {}  # came or restarted since the check, in order
         self.told: set[str] = set()  # lines of the log that were written already
         self.local: LocalTokenizer | None = None
         self.verdict: self_test.Verdict | None = None
@@ -226,12 +228,34 @@ class Tokens:
                 self.forget(known.name)
                 self.learn(known.name, known.root, known.base)
 
+    def joined(self, backend: Backend) -> None:
+        """It serves from now on: engines of one model may have been started with different templates, so each is
+        compared. One that differs turns local tokenizing off, since nobody knows beforehand who gets a request."""
+        for model in list(backend.models):
+            known = self._models.get(model)
+            if known is not None and known.folder is not None:
+                known.unchecked[backend] = None
+                self._check_others(known)
+
     def restarted(self, backend: Backend) -> None:
-        """It came back, perhaps with another version or template: its models are compared again."""
+        """It came back, perhaps with another version or template: its models are compared again, with it too."""
         self._engine.forget_backend(backend.name)
         for model in list(backend.models):
             known = self._models.get(model)
-            if known is not None and known.phase is not Phase.LOADING and known.phase is not Phase.TESTING:
+            if known is None:
+                continue
+            if known.folder is not None:
+                known.unchecked[backend] = None
+            if known.phase is not Phase.LOADING and known.phase is not Phase.TESTING:
+                known.stop()
+                self._settle(known)
+
+    def left(self, backend: Backend) -> None:
+        """It is no more of the fleet: if it was the one that differed, the others may agree."""
+        self._engine.forget_backend(backend.name)
+        for known in list(self._models.values()):
+            known.unchecked.pop(backend, None)
+            if known.verdict is not None and known.verdict.state is self_test.State.MISMATCH:
                 known.stop()
                 self._settle(known)
 
@@ -360,37 +384,69 @@ class Tokens:
             model.tell(logging.ERROR, f"local tokenizing is off: {why}")
 
     async def _test(self, model: _Model) -> None:
-        local = model.local
-        assert local is not None
         model.phase = Phase.TESTING
-
-        async def ours(prompt: ChatPrompt | TextPrompt) -> array[int]:
-            ids: TokenIds = await self._in_thread(partial(local.tokenize, prompt), 0)
-            return ids.ids
-
-        async def engines(prompt: ChatPrompt | TextPrompt) -> array[int]:
-            return read_answer(await self._engine.ask(model.name, engine_question(model.name, prompt)))
-
-        try:
-            verdict = await self_test.compare(ours, engines)
-        except Exception as error:  # a defect of ours, or of the tokenizer's
-            log.exception("the self-test of model %r failed", model.name)
-            verdict = self_test.Verdict(self_test.State.MISMATCH, f"{type(error).__name__} in the self-test")
-        model.verdict = verdict
+        first = next(iter(model.unchecked), None)
+        verdict = model.verdict = await self._compare(model, first)
+        if first is not None:
+            model.unchecked.pop(first, None)
         if verdict.state is self_test.State.PENDING:
             model.tell(logging.WARNING, f"no tokens until they are compared with an engine's: {verdict.detail}")
             self._later(model, lambda: setattr(model, "task", self._start(self._test(model))))
             return
         model.retry_s = FIRST_RETRY_S
         if verdict.state is self_test.State.MISMATCH:
-            model.local = None
-            self._give_up_local(model, verdict.detail, loudly=True)
+            self._differs(model)
             return
         model.phase, model.detail = Phase.LOCAL, ""
         if verdict.chats_only:
             model.tell(logging.WARNING, f"local tokenizing is for chats only: {verdict.detail}")
         if verdict.state is self_test.State.UNVERIFIED:
             model.tell(logging.WARNING, f"local tokenizing is not verified: {verdict.detail}")
+        model.task = None
+        self._check_others(model)
+
+    def _differs(self, model: _Model) -> None:
+        assert model.verdict is not None
+        model.local = None
+        self._give_up_local(model, model.verdict.detail, loudly=True)
+
+    def _check_others(self, model: _Model) -> None:
+        if model.unchecked and model.phase is Phase.LOCAL and model.task is None:
+            model.task = self._start(self._compare_others(model))
+
+    async def _compare_others(self, model: _Model) -> None:
+        """With each engine that came since; what cannot be asked now is left for its next start."""
+        while model.unchecked:
+            backend = next(iter(model.unchecked))
+            verdict = await self._compare(model, backend)
+            model.unchecked.pop(backend, None)
+            if verdict.state is self_test.State.MISMATCH or (
+                verdict.chats_only and model.verdict is not None and not model.verdict.chats_only
+            ):
+                detail = f"backend {backend.name}: {verdict.detail}"
+                model.verdict = replace(verdict, detail=detail)
+                if verdict.state is self_test.State.MISMATCH:
+                    self._differs(model)
+                    return
+                model.tell(logging.WARNING, f"local tokenizing is for chats only: {detail}")
+        model.task = None
+
+    async def _compare(self, model: _Model, only: Backend | None) -> self_test.Verdict:
+        local = model.local
+        assert local is not None
+
+        async def ours(prompt: ChatPrompt | TextPrompt) -> array[int]:
+            ids: TokenIds = await self._in_thread(partial(local.tokenize, prompt), 0)
+            return ids.ids
+
+        async def engines(prompt: ChatPrompt | TextPrompt) -> array[int]:
+            return read_answer(await self._engine.ask(model.name, engine_question(model.name, prompt), only))
+
+        try:
+            return await self_test.compare(ours, engines)
+        except Exception as error:  # a defect of ours, or of the tokenizer's
+            log.exception("the self-test of model %r failed", model.name)
+            return self_test.Verdict(self_test.State.MISMATCH, f"{type(error).__name__} in the self-test")
 
     def _later(self, model: _Model, again: Callable[[], None]) -> None:
         model.timer = self._clock.call_later(model.retry_s, again)

@@ -114,6 +114,25 @@ async def test_an_alias_is_no_model_of_its_own(fleet: Fleet) -> None:
     assert set(fleet.roots) == {"m"}
 
 
+async def test_engines_that_come_up_and_that_leave_are_told_of(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = fleet.follow()
+    told: list[tuple[str, str]] = []
+    for what in ("joined", "left"):
+        monkeypatch.setattr(followed.tokens, what, lambda backend, what=what: told.append((what, backend.name)))
+    a = fleet.add("a", {"id": "m"}, up=False)
+    assert told == []
+    fleet.registry.set_state(a, State.UP, "")
+    fleet.registry.set_state(a, State.EJECTED, "silent")
+    fleet.registry.set_state(a, State.TRIAL, "")
+    fleet.registry.set_state(a, State.UP, "")
+    assert told == [("joined", "a")], "an ejected engine is the one that it was"
+    fleet.registry.set_state(a, State.DOWN, "dead")
+    fleet.registry.set_state(a, State.UP, "")
+    fleet.registry.remove("a")
+    fleet.registry.reap()
+    assert told == [("joined", "a"), ("joined", "a"), ("left", "a")]
+
+
 async def test_nothing_is_followed_after_the_end(fleet: Fleet) -> None:
     followed = fleet.follow()
     await followed.close()

@@ -225,6 +225,90 @@ async def test_a_restarted_engine_is_compared_again(world, caplog):
     assert (await settled(tokens, "local"))["check"] == "verified"
 
 
+@pytest.fixture
+def fleet(world):
+    """Backends a and b, of which `odd` tokenizes as no other; `asked`: which were."""
+
+    class Fleet:
+        a, b = (Backend(name, f"http://{name}:1", name, 1, models={"m": {}}) for name in "ab")
+        odd = None
+        asked: list[str] = []  # noqa: RUF012 - of this one test
+        only_completions = False
+
+        async def post(self, backend, path, body, time_limit_s):
+            self.asked.append(backend.name)
+            differs = backend is self.odd and (b'"prompt"' in body or not self.only_completions)
+            world.engine.skew = 1 if differs else 0
+            return await Engine.post(world.engine, backend, path, body, time_limit_s)
+
+    made = Fleet()
+    made.asked.clear()
+    world.engine.post = made.post
+    world.backend = made.a
+    return made
+
+
+async def test_each_engine_that_joins_is_compared(world, fleet, caplog):
+    tokens = world.tokens(folder=world.folder)
+    tokens.joined(fleet.a)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    tokens.joined(fleet.b)
+    await until(lambda: "b" in fleet.asked and tokens._models["m"].task is None)
+    assert fleet.asked == ["a"] * 7 + ["b"] * 7
+    assert tokens.state("m")["source"] == "local"
+    fleet.odd = fleet.b
+    tokens.joined(fleet.b)
+    state = await settled(tokens, "engine")
+    assert state["detail"].startswith("backend b: sample 'plain': token 0 is ")
+    assert "local tokenizing is off: backend b: sample" in caplog.text
+
+
+async def test_an_engine_that_differs_and_leaves_is_no_reason_any_more(world, fleet):
+    fleet.odd = fleet.b
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    tokens.joined(fleet.b)
+    await settled(tokens, "engine")
+    tokens.left(fleet.b)
+    assert (await settled(tokens, "local"))["check"] == "verified"
+    assert tokens._models["m"].unchecked == {}
+
+
+async def test_engines_that_join_meanwhile_are_compared_after_the_first(world, fleet):
+    fleet.odd = fleet.b
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    for _ in range(3):
+        tokens.joined(fleet.a)
+        tokens.joined(fleet.b)
+    assert len(tokens._models["m"].unchecked) == 2
+    assert (await settled(tokens, "engine"))["detail"].startswith("backend b: ")
+
+
+async def test_one_engine_that_reads_completions_differently_leaves_the_chats(world, fleet):
+    fleet.odd, fleet.only_completions = fleet.b, True
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    tokens.joined(fleet.b)
+    await until(lambda: "chats only" in tokens.state("m")["detail"])
+    assert (await ask(tokens)).source == "local"
+    assert (await ask(tokens, b'{"prompt": "x"}', COMPLETIONS_PATH)).why is Why.UNCERTAIN
+
+
+async def test_a_restarted_engine_is_the_one_that_is_asked(world, fleet):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    fleet.odd = fleet.b
+    tokens.restarted(fleet.b)
+    state = await settled(tokens, "engine")
+    assert state["check"] == "mismatch"
+    assert fleet.asked[-1] == "b"
+
+
 async def test_lines_about_one_model_are_bounded(world, caplog):
     tokens = world.tokens(tokenization="engine")
     tokens.learn("m")
