@@ -34,6 +34,8 @@ class EngineReport:
     kv_usage: float | None = 0.0  # 0 to 1, blocks in use; 0 when idle, even with a full prefix cache
     prefix_queries: float | None = None  # None: the engine does not export it
     prefix_hits: float | None = None
+    external_queries: float | None = None  # tokens that its own cache lacked, where it has a connector to another
+    external_hits: float | None = None  # those of them that came from there
     prefill_seconds_sum: float | None = None  # vllm:request_prefill_time_seconds
     prefill_count: float | None = None
     block_size_tokens: int | None = None

@@ -26,6 +26,8 @@ _QUERIES = (b"vllm:prefix_cache_queries_total", b"vllm:prefix_cache_queries")
 _HITS = (b"vllm:prefix_cache_hits_total", b"vllm:prefix_cache_hits")
 _OLD_QUERIES = (b"vllm:gpu_prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries")
 _OLD_HITS = (b"vllm:gpu_prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits")
+_EXTERNAL_QUERIES = (b"vllm:external_prefix_cache_queries_total", b"vllm:external_prefix_cache_queries")
+_EXTERNAL_HITS = (b"vllm:external_prefix_cache_hits_total", b"vllm:external_prefix_cache_hits")
 _PREFILL_SUM = (b"vllm:request_prefill_time_seconds_sum",)
 _PREFILL_COUNT = (b"vllm:request_prefill_time_seconds_count",)
 _PROMPT_TOKENS = (b"vllm:prompt_tokens_total", b"vllm:prompt_tokens")
@@ -41,6 +43,8 @@ _WANTED = frozenset(
         *_HITS,
         *_OLD_QUERIES,
         *_OLD_HITS,
+        *_EXTERNAL_QUERIES,
+        *_EXTERNAL_HITS,
         *_PREFILL_SUM,
         *_PREFILL_COUNT,
         *_PROMPT_TOKENS,
@@ -132,6 +136,8 @@ def parse(text: bytes) -> EngineReport:
         kv_usage=_mean_share(series, _KV_USAGE),
         prefix_queries=queries,
         prefix_hits=hits,
+        external_queries=_sum(series, _EXTERNAL_QUERIES),
+        external_hits=_sum(series, _EXTERNAL_HITS),
         prefill_seconds_sum=_sum(series, _PREFILL_SUM),
         prefill_count=_sum(series, _PREFILL_COUNT),
         block_size_tokens=config.block_size,

@@ -243,3 +243,20 @@ def test_a_hostile_line_of_a_megabyte_is_passed_over_in_one_go(hostile: bytes) -
     """Backtracking would take minutes here: that this test ends is the point."""
     assert parse(hostile) == UNKNOWN
     assert parse(hostile + b"\nvllm:num_requests_running 2").running == 2
+
+
+@pytest.mark.parametrize("ending", ["_total", ""])
+def test_what_came_from_a_cache_outside_is_summed_over_the_ranks(ending: str) -> None:
+    lines = [
+        f'vllm:external_prefix_cache_queries{ending}{{engine="{rank}"}} {queries}\n'
+        f'vllm:external_prefix_cache_hits{ending}{{engine="{rank}"}} {hits}\n'
+        for rank, queries, hits in ((0, 1000.0, 256.0), (1, 500.0, 0.0))
+    ]
+    report = parse("".join(lines).encode())
+    assert (report.external_queries, report.external_hits) == (1500.0, 256.0)
+    assert (report.prefix_queries, report.prefix_hits) == (None, None)
+
+
+def test_an_engine_that_tells_nothing_of_a_cache_outside_is_unknown_not_zero() -> None:
+    report = parse(b"vllm:prefix_cache_queries_total 1\n")
+    assert (report.external_queries, report.external_hits) == (None, None)
