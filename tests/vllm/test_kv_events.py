@@ -147,8 +147,8 @@ def test_under_eviction_each_prediction_is_what_the_engine_reports(engine: Engin
                 predicted = known.blocks(ids)
                 seen.append((predicted, await known.send_and_hear(ids)))
             figures.append(
-                f"eviction: {sum(p for p, _ in seen)} blocks predicted, {sum(r for _, r in seen)} reported in 40 requests"
-                f", {known.rig.metrics.kv_events['e', 'removed']} removals heard"
+                f"eviction: {sum(p for p, _ in seen)} blocks predicted, {sum(r for _, r in seen)} reported in 40"
+                f" requests, {known.rig.metrics.kv_events['e', 'removed']} removals heard"
             )
             assert [predicted for predicted, _ in seen] == [reported for _, reported in seen]
             assert known.rig.metrics.kv_events["e", "removed"] > 2 * BLOCKS
