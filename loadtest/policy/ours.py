@@ -129,3 +129,4 @@ class Ours:
             state = placement.engine(backend)
             if state is not None:
                 state.seconds_per_token = self._fleet.engines[number].model.config.prefill_token_s / error
+                state.reckon()

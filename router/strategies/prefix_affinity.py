@@ -32,10 +32,12 @@ from router.clock import Clock
 from router.learning.arrival_rate import ArrivalRate
 from router.learning.bytes_per_token import BytesPerToken
 from router.learning.copy_worth import CopyAccounts
+from router.learning.l2_rate import L2Rate
 from router.learning.mirror_size import MirrorSize
 from router.learning.prefill_ledger import Phase, PrefillLedger
 from router.learning.prefill_speed import PRIOR_TOKENS_PER_S, PrefillSpeed
 from router.learning.recent_work import RecentWork
+from router.learning.tier_cost import TierCost
 from router.learning.trust import Trust
 from router.strategies.strategy import NEVER, Choice, End, Explanation, Need, Outcome, Reason, RoutingRequest, Terms
 
@@ -49,8 +51,6 @@ DECODE_TOKENS: Final = (
 CROWDED: Final = 2.0  # the price of a copy, in its own prefill, where it displaces something
 # Seconds of waiting that a second of slower reading is worth; 0.1 cost a tenth of the mean wait of agents.
 READING: Final = 0.03
-CPU_TIER: Final = 0.1  # what loading a token costs until it is learned, in computing it
-FAR_TIER: Final = 0.2
 PRIOR_OUTPUT_TOKENS: Final = 200.0
 PRIOR_STAY_S: Final = 2.5  # from first to last token
 UNKNOWN: Final = float("inf")  # a pool whose size is not reported never overflows
@@ -125,12 +125,15 @@ class EngineState:
         "kv_budget",
         "kv_capacity",
         "ledger",
+        "left_token_s",
         "quiet",
         "seconds_per_token",
+        "shared",
         "size",
         "slot",
         "speed",
         "stay_s",
+        "tiers",
         "trust",
         "worth",
     )
@@ -143,8 +146,10 @@ class EngineState:
         self.size = size
         self.fixed_s = speed.fixed_s
         self.seconds_per_token = 1.0 / speed.tokens_per_s  # as applied: the same number for engines that are alike
-        self.cpu_token_s = CPU_TIER * self.seconds_per_token  # to load a token from the engine's CPU memory
-        self.far_token_s = FAR_TIER * self.seconds_per_token  # from a store that engines share
+        self.tiers = TierCost()
+        self.shared = L2Rate()
+        self.cpu_token_s = self.far_token_s = self.left_token_s = 0.0
+        self.reckon()
         self.caching = True
         self.trust = 1.0
         self.worth = 1.0  # of a matched token: trust, or 0 where the engine does not cache
@@ -156,6 +161,16 @@ class EngineState:
         self.stay_s = PRIOR_STAY_S
         self.quiet: Choice | None = None  # the attempt before its first byte that has the engine for itself so far
         self.cleared_at = NEVER
+
+    def reckon(self) -> None:
+        """What tokens cost by where they come from, after something was learned: from CPU memory, from a store that
+        engines share, and those that the engine lacks, of which that store has a share."""
+        self.tiers.computing(1.0 / self.seconds_per_token, self.fixed_s)
+        self.cpu_token_s, self.far_token_s = self.tiers.cpu_s, self.tiers.l2_s
+        rate = self.shared.rate
+        self.left_token_s = self.seconds_per_token
+        if rate is not None:
+            self.left_token_s += rate * (self.far_token_s - self.seconds_per_token)
 
 
 class ModelState:
@@ -274,6 +289,7 @@ class PrefixAffinity:
             }
 
         engines = self._engines
+        shared = None if request.shared_tokens is None else min(request.shared_tokens, top)
         prices = self._prices
         hits = self._hits
         least = shortest = float("inf")
@@ -293,6 +309,11 @@ class PrefixAffinity:
             if hit > longest:
                 longest = hit
             left = total - hit
+            left_s = left * engine.left_token_s
+            if shared is not None:  # what the store has of it is known, and the rest has to be computed
+                left_s = left * engine.seconds_per_token
+                if shared > hit:
+                    left_s -= (shared - hit) * (engine.seconds_per_token - engine.far_token_s)
             ledger = engine.ledger
             wait = engine.foreign_wait_s
             if ledger.pending_s:
@@ -307,7 +328,7 @@ class PrefixAffinity:
             if wait < shortest:
                 shortest = wait
             token_s = engine.seconds_per_token
-            work = engine.fixed_s + left * token_s + loading
+            work = engine.fixed_s + left_s + loading
             decoding = (ledger.decoding + engine.foreign) * token_s * slower
             price = wait + work + pressure * work * (wait + 0.5 * work) + decoding
             if told is not None:
@@ -349,9 +370,25 @@ class PrefixAffinity:
             choice.kv_tokens = known.tokens[place]
             if known.believed[place]:
                 held = hit
-                choice.uncached_s += known.cpu[place] * chosen.cpu_token_s + known.far[place] * chosen.far_token_s
+                choice.cpu_tokens, choice.far_tokens = known.cpu[place], known.far[place]
         choice.missing_tokens = max(deep - held, 0.0)
+        if shared is not None and shared > choice.matched_tokens:
+            self._count_shared(choice, shared)
+        choice.uncached_s = (
+            chosen.fixed_s
+            + choice.uncached_tokens * (chosen.left_token_s if shared is None else chosen.seconds_per_token)
+            + choice.cpu_tokens * chosen.cpu_token_s
+            + choice.far_tokens * chosen.far_token_s
+        )
         return choice
+
+    def _count_shared(self, choice: Choice, shared: int) -> None:
+        """What a store shared by all has beyond the engine's own is a hit as well, and was no reason for the choice."""
+        choice.far_tokens += shared - choice.matched_tokens
+        if choice.kv_tokens is not None and choice.kv_tokens < shared:
+            choice.kv_tokens = shared
+        choice.matched_tokens = shared
+        choice.uncached_tokens = choice.prompt_tokens - shared
 
     def _reason(self, request: RoutingRequest, chosen: EngineState, hit: float, longest: float, total: int) -> Reason:
         """`prefix` where the match is useful and none of the candidates has a longer one that was outweighed."""
@@ -565,12 +602,21 @@ class PrefixAffinity:
         in_one_piece = not choice.request.stream and (outcome.completion_tokens or 2) > 1
         if in_one_piece or not choice.request.readable or engine.foreign or engine.foreign_wait_s:
             return
+        took_s = choice.first_byte_at - choice.placed_at
+        if choice.cpu_tokens or choice.far_tokens:
+            fetched = choice.cpu_tokens + choice.far_tokens
+            cached, prompt = outcome.cached_tokens, outcome.prompt_tokens
+            if cached == choice.matched_tokens and prompt is not None:  # each token was where it was said to be
+                on_gpu = cached - fetched
+                engine.tiers.observe(on_gpu, choice.cpu_tokens, choice.far_tokens, prompt - cached, took_s)
+                engine.reckon()
+            return
         uncached = choice.uncached_tokens
         if outcome.prompt_tokens is not None:
             uncached = outcome.prompt_tokens - (outcome.cached_tokens or 0)
             if outcome.cached_tokens is None:
                 uncached = max(outcome.prompt_tokens - choice.matched_tokens, 1)
-        if engine.speed.quiet(uncached, choice.first_byte_at - choice.placed_at):
+        if engine.speed.quiet(uncached, took_s):
             self._apply_speed(engine)
 
     # ---- what the engines say
@@ -580,6 +626,8 @@ class PrefixAffinity:
         if engine is None:
             return
         self._heed_report(engine, now)
+        engine.shared.counted(now.external_queries, now.external_hits)
+        engine.reckon()
         if before.at == NEVER:
             return
         gains = [
@@ -651,6 +699,9 @@ class PrefixAffinity:
             "prefill_tokens_per_s": 1.0 / engine.seconds_per_token,
             "prefill_fixed_s": engine.fixed_s,
             "prefill_speed_learned": engine.speed.learned,
+            "cpu_token_s": engine.cpu_token_s,
+            "far_token_s": engine.far_token_s,
+            "shared_hit_rate": engine.shared.rate,
             "prefill_pending_s": ledger.wait_s(self._now()),
             "prefilling": ledger.waiting,
             "decoding": ledger.decoding,
@@ -738,6 +789,7 @@ class PrefixAffinity:
         for other in self._engines.values():
             if not other.speed.learned:
                 other.seconds_per_token = 1.0 / (self._usual_speed() * other.backend.weight)
+            other.reckon()
 
     def _usual_speed(self) -> float:
         """Tokens per second at weight 1, of the middle of the engines that it was learned of."""

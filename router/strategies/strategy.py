@@ -59,6 +59,7 @@ class RoutingRequest:
         "readable",
         "salt",
         "session_key",
+        "shared_tokens",
         "stream",
     )
 
@@ -87,13 +88,15 @@ class RoutingRequest:
         self.stream = stream  # False: the first byte comes with the last token, and does not tell when prefill ended
         self.ids: array[int] | None = None  # the prompt as the engine will see it: array("I"); see take_ids
         self.salt: str | None = None
+        self.shared_tokens: int | None = None  # leading ones that a store shared by all engines has; None: not known
         self._kv_blocks: BlockHashes | None = None
         self._kv_block_tokens = 0
 
-    def take_ids(self, ids: array[int], salt: str | None) -> None:
-        """The prompt's token ids and its cache_salt."""
+    def take_ids(self, ids: array[int], salt: str | None, shared_tokens: int | None = None) -> None:
+        """The prompt's token ids, its cache_salt, and how much of it a store has that all engines share."""
         self.ids = ids
         self.salt = salt
+        self.shared_tokens = shared_tokens
         self.prompt_tokens = len(ids)
 
     def kv_blocks(self, block_tokens: int, adapter: str | None) -> BlockHashes:
@@ -113,6 +116,8 @@ class Choice:
     __slots__ = (
         "backend",
         "best_prefix",
+        "cpu_tokens",
+        "far_tokens",
         "first_byte_at",
         "kv_blocks",
         "kv_tokens",
@@ -153,6 +158,8 @@ class Choice:
         self.missing_tokens = 0.0  # how much shorter this backend's is
         self.spared_s = 0.0  # how much shorter the shortest wait of the candidates was
         self.kv_tokens: int | None = None  # the hit by the engine's KV events, believed or not; None: it tells none
+        self.cpu_tokens = 0  # of the predicted hit, those that the engine loads from its CPU memory
+        self.far_tokens = 0  # and from farther away
         self.kv_blocks: BlockHashes | None = None  # as the engine's events would name them
         self.placed_at = NEVER  # clock.now(); written by the strategy
         self.first_byte_at = NEVER

@@ -11,7 +11,7 @@ import pytest
 from native.block_hash import BlockHashes
 from native.kv_index import MIN_MEMORY_LIMIT_BYTES
 from native.prefix_tree import PrefixTree
-from router.backends.backend import Backend
+from router.backends.backend import Backend, EngineReport
 from router.clock import VirtualClock
 from router.index.kv_holdings import KvHoldings
 from router.learning.standing import AGAIN_S, Level
@@ -323,3 +323,59 @@ def test_a_copy_is_paid_for_by_what_events_tell() -> None:
     placed = [world.place([*PROMPT, *range(20_000 + 500 * n, 20_400 + 500 * n)]) for n in range(12)]
     assert {choice.backend for choice in placed} == {warm, cold}
     assert placed[0].backend is warm
+
+
+def test_what_a_store_of_all_engines_has_is_cheaper_than_computing_and_decides_nothing() -> None:
+    world = World()
+    asked = world.ask(OTHER)
+    asked.shared_tokens = 512
+    alone = world.choose(OTHER)
+    shared = world.strategy.choose(asked, world.backends)
+    assert shared is not None
+    assert (shared.matched_tokens, shared.far_tokens, shared.reason) == (512, 512, Reason.LOAD)
+    assert shared.uncached_tokens == 288
+    assert shared.uncached_s < alone.uncached_s
+    world.strategy.placed(shared)
+    world.answer(shared, 512)
+    trust = world.strategy.trust_of(shared.backend)
+    assert trust is not None
+    assert (trust.predicted_tokens, trust.reported_tokens, trust.value) == (512, 512, 1.0)
+    # an engine that holds more itself is better than the store
+    world.tell(world.backends[1], stored(PROMPT, SIZE))
+    asked = world.ask(PROMPT)
+    asked.shared_tokens = 512
+    own = world.strategy.choose(asked, world.backends)
+    assert own is not None
+    assert (own.backend, own.matched_tokens, own.far_tokens, own.reason) == (world.backends[1], 784, 0, Reason.KV)
+
+
+def test_quiet_answers_teach_what_loading_from_cpu_memory_costs() -> None:
+    world = World(1)
+    (engine,) = world.backends
+    world.tell(engine, stored(PROMPT, SIZE, medium="CPU"))
+    known = world.strategy.known_of(engine)
+    assert known["cpu_token_s"] == pytest.approx(0.1 / known["prefill_tokens_per_s"])
+    for number in range(5):
+        choice = world.place([*PROMPT, number], engine)
+        assert (choice.matched_tokens, choice.cpu_tokens) == (800, 800)
+        world.answer(choice, 800)  # 0.2 s later: as slow as computing is the most that is believed
+    assert world.strategy.known_of(engine)["cpu_token_s"] == pytest.approx(1.0 / known["prefill_tokens_per_s"])
+
+
+def test_the_share_of_a_store_that_cannot_be_asked_makes_prefill_cheaper() -> None:
+    world = World(1)
+    (engine,) = world.backends
+    before = world.choose(OTHER).uncached_s
+    for asked_tokens in (0.0, 100_000.0):
+        last, engine.report = (
+            engine.report,
+            EngineReport(
+                at=world.clock.now(),
+                block_size_tokens=SIZE,
+                external_queries=asked_tokens,
+                external_hits=asked_tokens / 2,
+            ),
+        )
+        world.strategy.reported(engine, last, engine.report)
+    assert world.strategy.known_of(engine)["shared_hit_rate"] == pytest.approx(0.5)
+    assert world.choose(OTHER).uncached_s < 0.7 * before
