@@ -267,6 +267,8 @@ class Gateway:
         before = (old.routing.strategy, old.routing.kvaware, old.models.tokenizers)
         if before != (new.routing.strategy, new.routing.kvaware, new.models.tokenizers):
             self._change_strategy(new)
+        else:
+            self.caches.use(services.strategy, _token_settings(new))  # a tokenizer's folder may have been mended
         if new.log != old.log:
             set_up_logging(new)
         self._set_lines(new)

@@ -224,7 +224,11 @@ class Tokens:
         for known in list(self._models.values()):
             folder = self._folder(known.base, known.root, known.name)
             failed = folder is not None and known.phase in (Phase.ENGINE, Phase.OFF)
-            if failed or folder != known.folder or settings.tokenization != before.tokenization:
+            if (
+                (failed and settings.tokenization in ("auto", "local"))
+                or folder != known.folder
+                or settings.tokenization != before.tokenization
+            ):
                 self.forget(known.name)
                 self.learn(known.name, known.root, known.base)
 
@@ -415,11 +419,20 @@ class Tokens:
             model.task = self._start(self._compare_others(model))
 
     async def _compare_others(self, model: _Model) -> None:
-        """With each engine that came since; what cannot be asked now is left for its next start."""
+        """With each engine that came since; one that cannot be asked now goes to the end, and all wait a while."""
         while model.unchecked:
             backend = next(iter(model.unchecked))
             verdict = await self._compare(model, backend)
+            asked = backend in model.unchecked  # else it left meanwhile
             model.unchecked.pop(backend, None)
+            if verdict.state is self_test.State.PENDING:
+                if asked:
+                    model.unchecked[backend] = None
+                self._later(model, partial(self._check_others, model))
+                break
+            model.retry_s = FIRST_RETRY_S
+            if not asked:
+                continue
             if verdict.state is self_test.State.MISMATCH or (
                 verdict.chats_only and model.verdict is not None and not model.verdict.chats_only
             ):
@@ -449,6 +462,8 @@ class Tokens:
             return self_test.Verdict(self_test.State.MISMATCH, f"{type(error).__name__} in the self-test")
 
     def _later(self, model: _Model, again: Callable[[], None]) -> None:
+        if model.timer is not None:
+            model.timer.cancel()
         model.timer = self._clock.call_later(model.retry_s, again)
         model.retry_s = min(model.retry_s * 2, LONGEST_RETRY_S)
 

@@ -196,3 +196,12 @@ def test_an_engines_own_folder_serves_once_it_is_verified(tmp_path: Path) -> Non
                 "chats": "on",
                 "cache": "on",
             }
+
+
+def test_a_folder_that_was_mended_is_read_at_the_next_reload(tmp_path: Path) -> None:
+    right, given = write_folder(tmp_path / "right", "words"), write_folder(tmp_path / "given")
+    with folder_engine(right) as url, running_gateway([url], **kvaware(tokenizer=str(given))) as gateway:
+        assert tokens_of(gateway, "m")["check"] == "mismatch"
+        write_folder(given, "words")
+        gateway.reload()
+        gateway.until(lambda: tokens_of(gateway, "m")["source"] == "local", "the mended folder serves")

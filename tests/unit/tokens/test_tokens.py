@@ -298,6 +298,20 @@ async def test_one_engine_that_reads_completions_differently_leaves_the_chats(wo
     assert (await ask(tokens, b'{"prompt": "x"}', COMPLETIONS_PATH)).why is Why.UNCERTAIN
 
 
+async def test_an_engine_that_cannot_be_compared_now_is_asked_again(world, fleet):
+    tokens = world.tokens(folder=world.folder)
+    tokens.learn("m")
+    await settled(tokens, "local")
+    world.engine.status = 503
+    tokens.joined(fleet.b)
+    await until(lambda: tokens._models["m"].timer is not None)
+    assert tokens.state("m")["source"] == "local"
+    world.engine.status, fleet.odd = 200, fleet.b
+    world.clock.advance(2.0)
+    await settled(tokens, "engine")
+    assert tokens._models["m"].unchecked == {}
+
+
 async def test_a_restarted_engine_is_the_one_that_is_asked(world, fleet):
     tokens = world.tokens(folder=world.folder)
     tokens.learn("m")
