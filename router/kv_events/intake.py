@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -165,6 +166,26 @@ class KvEventIntake:
             return ()
         return tuple((rank.feed.index_rank, rank.feed.state) for rank in follower.ranks.values())
 
+    def relearns(self, backend: Backend) -> bool:
+        """Whether it follows one rank that lacks what was cached before, and has no replay to hear of it.
+
+        Not with several ranks, since a request of ours may reach another one than the client's did; not with a replay:
+        one would bring blocks twice that were announced twice, and their removal once."""
+        follower = self._followers.get(backend)
+        if follower is None or len(follower.ranks) != 1:
+            return False
+        (rank,) = follower.ranks.values()
+        return (
+            rank.feed.state is FeedState.INCOMPLETE and rank.source is not None and rank.source.replay_endpoint is None
+        )
+
+    def rewrite(self, backend: Backend, rewrite: Callable[[bytes], bytes] | None) -> None:
+        """What becomes of its batches before they are applied, until told otherwise."""
+        follower = self._followers.get(backend)
+        if follower is not None:
+            for rank in follower.ranks.values():
+                rank.feed.rewrite = rewrite
+
     def describe(self, backend: Backend) -> list[dict[str, Any]]:
         """Per rank: state, why, endpoint, sequence, last_event_age_s, gaps, resyncs, malformed, dropped, blocks.
         One entry with rank None while no rank is known."""
@@ -302,7 +323,8 @@ class KvEventIntake:
                 continue
             self._end_stream(rank)
             rank.task = asyncio.create_task(
-                self._stream(follower, rank, await self._addressed(source)), name=f"kv events {backend.name}/{number}"
+                self._stream(follower, rank, await self._addressed(source, rank.failures)),
+                name=f"kv events {backend.name}/{number}",
             )
 
     def _new_rank(self, backend: Backend, number: int, ranks: int) -> _Rank:
@@ -412,16 +434,17 @@ class KvEventIntake:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _NotNow(f"{path} fails: {type(error).__name__}") from None
 
-    async def _addressed(self, source: Source) -> Source:
-        """The same with addresses for names: ZMQ would look them up in its only I/O thread."""
+    async def _addressed(self, source: Source, attempt: int) -> Source:
+        """The same with addresses for names: ZMQ would look them up in its only I/O thread. Each attempt in a row takes
+        the next address of a name: an engine that binds IPv4 alone may have another one first."""
         replay = source.replay_endpoint
         return dataclasses.replace(
             source,
-            endpoint=await self._address(source.endpoint),
-            replay_endpoint=None if replay is None else await self._address(replay),
+            endpoint=await self._address(source.endpoint, attempt),
+            replay_endpoint=None if replay is None else await self._address(replay, attempt),
         )
 
-    async def _address(self, endpoint: str) -> str:
+    async def _address(self, endpoint: str, attempt: int) -> str:
         if not endpoint.startswith("tcp://"):
             return endpoint
         parts = urlsplit(endpoint)
@@ -429,10 +452,10 @@ class KvEventIntake:
         if ":" in host or host.replace(".", "").isdigit():
             return endpoint
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port)
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise _NotNow(f"{host} has no address: {error.strerror or type(error).__name__}") from None
-        address = str(found[0][4][0])
+        address = str(found[attempt % len(found)][4][0])
         return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
     async def _pause(self, wake: asyncio.Event, delay_s: float | None) -> None:

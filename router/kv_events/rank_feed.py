@@ -106,6 +106,7 @@ class RankFeed:
         self.replay_from: int | None = None  # a replay that is wanted and not begun
         self.on_wanted: Callable[[], object] = lambda: None
         self.on_work: Callable[[], object] = lambda: None  # held frames wait for `receive_one`
+        self.rewrite: Callable[[bytes], bytes] | None = None
         self._sink = sink
         self._clock = clock
         self._settings = settings
@@ -325,7 +326,7 @@ class RankFeed:
         self._next, self._complete, self._lack, self._stored_since = None, False, why, 0
 
     def _apply(self, sequence: int, payload: bytes) -> None:
-        applied = self._sink.apply(self.index_rank, payload)
+        applied = self._sink.apply(self.index_rank, payload if self.rewrite is None else self.rewrite(payload))
         self.sequence, self._next = sequence, sequence + 1
         self._digest = xxhash.xxh3_64_intdigest(payload)
         self.last_event_at = self._clock.now()

@@ -110,6 +110,9 @@ class Publisher:
                 self.ranks.append(Rank(self._context, port, topic, modern))
             except zmq.ZMQError:  # somebody has the port beside that of the first
                 self._close_ranks()
+        self.completions: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # bodies of POST /v1/completions
+        self.completion_status = 200
+        self.completion_pause: asyncio.Event | None = None  # they are answered when it is set
         self._runner = web.AppRunner(self._application(), access_log=None)
         self.url = ""
 
@@ -123,7 +126,14 @@ class Publisher:
             name = 'vllm:num_requests_running{engine="%d",model_name="m"} 0.0\n'
             return web.Response(text="".join(name % number for number in range(len(self.ranks))))
 
+        async def complete(request: web.Request) -> web.Response:
+            self.completions.put_nowait(await request.json())
+            if self.completion_pause is not None:
+                await self.completion_pause.wait()
+            return web.json_response({}, status=self.completion_status)
+
         app = web.Application()
+        app.router.add_post("/v1/completions", complete)
         app.router.add_get("/kv_event_sources", sources)
         app.router.add_get("/metrics", metrics)
         return app

@@ -82,7 +82,7 @@ def metric_sum(exposition: str, name: str, **labels: str) -> float | None:
 
 
 class Engine:
-    """One `vllm serve`: its API server is our child, EngineCore and Worker are below. `flags` come last, and win."""
+    """One `vllm serve`: its API server is our child, EngineCore and Worker are below it. `flags` come last and win."""
 
     def __init__(self, name: str, url: str, environment: Path, log: Path, flags: Sequence[str] = ()) -> None:
         self._flags = tuple(flags)

@@ -9,11 +9,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from native.token_hash import block_hashes
+from router.clock import SystemClock
 from router.index.kv_holdings import KvHoldings
 from router.kv_events import FeedState, IntakeSettings
+from router.kv_events.relearn import Relearner, RelearnSettings
 from tests.support.kv_following import Following, following, run
 from tests.vllm.conftest import TARGET
 from tests.vllm.engines import BLOCK_TOKENS, MODEL, Engine, ask
@@ -139,19 +143,20 @@ def test_a_late_start_knows_what_was_sent_before_by_ids_by_text_and_by_salt(engi
 def test_under_eviction_each_prediction_is_what_the_engine_reports(engine: Engine, figures: list[str]) -> None:
     async def test() -> None:
         rng = random.Random(7)
-        prompts = [[*prompt("shared", 3)[: 3 * BLOCK_TOKENS], *prompt(number, 9)] for number in range(10)]
+        prompts = [[*prompt("shared", 3)[: 3 * BLOCK_TOKENS], *prompt(number, 9)] for number in range(16)]
         async with knowing(engine) as known:
             seen = []
             for _ in range(40):
                 ids = rng.choice(prompts)
                 predicted = known.blocks(ids)
                 seen.append((predicted, await known.send_and_hear(ids)))
+            removals = known.rig.metrics.kv_events["e", "removed"]
             figures.append(
-                f"eviction: {sum(p for p, _ in seen)} blocks predicted, {sum(r for _, r in seen)} reported in 40"
-                f" requests, {known.rig.metrics.kv_events['e', 'removed']} removals heard"
+                f"eviction: {sum(predicted for predicted, _ in seen)} blocks predicted, "
+                f"{sum(reported for _, reported in seen)} reported of 40 prompts, {removals} removals heard"
             )
             assert [predicted for predicted, _ in seen] == [reported for _, reported in seen]
-            assert known.rig.metrics.kv_events["e", "removed"] > 2 * BLOCKS
+            assert removals > BLOCKS
             assert len({reported for _, reported in seen}) >= 3  # misses, the shared part, full hits
             assert known.holdings.index.blocks_of(known.rig.index_rank()) < BLOCKS
 
@@ -191,14 +196,93 @@ def test_forgotten_by_order_it_is_known_again_by_replay(engine: Engine) -> None:
     run(test)
 
 
-def test_an_endpoint_from_the_configuration_is_followed_from_a_clear_on(engine: Engine) -> None:
-    """As for engines before 0.31, which do not tell where their events are: this one is asked and tells."""
-
+def test_an_engine_that_tells_is_followed_there_whatever_is_configured(engine: Engine) -> None:
     async def test() -> None:
         async with knowing(engine, "tcp://127.0.0.1:1") as known:
             await known.until_live()
             ids = prompt("configured", 4)
             await known.send_and_hear(ids)
+
+    run(test)
+
+
+@asynccontextmanager
+async def without_replay(engine: Engine) -> AsyncIterator[str]:
+    """The URL of the same engine, which tells of no replay endpoint there."""
+    async with aiohttp.ClientSession() as session:
+
+        async def forward(request: web.Request) -> web.Response:
+            async with session.request(
+                request.method,
+                engine.url + request.raw_path,
+                data=await request.read(),
+                headers={"Content-Type": request.content_type},
+            ) as answer:
+                content = await answer.read()
+                if request.path == "/kv_event_sources":
+                    ranks = json.loads(content)
+                    content = json.dumps(
+                        {rank: told | {"replay_endpoint": None} for rank, told in ranks.items()}
+                    ).encode()
+                return web.Response(status=answer.status, body=content, content_type=answer.content_type)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def test_what_was_cached_before_is_relearned_from_announcements_and_each_block_counts_once(
+    engine: Engine, figures: list[str]
+) -> None:
+    async def test() -> None:
+        await asyncio.to_thread(engine.reset_prefix_cache)
+        shared = prompt("relearn", 3)[: 3 * BLOCK_TOKENS]
+        first, second = ([*shared, *prompt(name, 5)] for name in ("first", "second"))
+        salted = prompt("relearn salted", 4)
+        await complete(engine, first)
+        await complete(engine, second)
+        await complete(engine, salted, cache_salt="tenant-a")
+        holdings = KvHoldings(MEMORY)
+        async with (
+            without_replay(engine) as url,
+            following(url, holdings, SETTINGS) as rig,
+            aiohttp.ClientSession() as session,
+        ):
+            known = Known(engine, rig, holdings)
+            await rig.until(lambda: rig.state() == FeedState.INCOMPLETE, WITHIN_S)
+            relearner = Relearner(
+                rig.registry,
+                SystemClock(asyncio.get_running_loop()),
+                rig.intake,
+                session,
+                RelearnSettings(interval_s=0),
+            )
+            # A turn that follows is stored below what nobody knows: it waits, and must not count twice when it joins.
+            longer = [*first[: 8 * BLOCK_TOKENS], *prompt("turn", 2)]
+            assert await known.send(longer) == 8
+            for ids, salt in ((longer, None), (second, None), (salted, "tenant-a"), (first, None)):
+                cached = await known.send(ids, **({"cache_salt": salt} if salt else {}))
+                offered = relearner.offer(rig.backend, MODEL, ids, cached * BLOCK_TOKENS, salt=salt)
+                assert offered
+                await known.until_known(ids, cached, salt)
+                await relearner.idle()
+            assert [known.blocks(longer), known.blocks(second), known.blocks(salted, "tenant-a")] == [10, 8, 4]
+            assert (relearner.asked, relearner.announced) == (4, 4)
+            held = holdings.index.holdings(rig.index_rank())
+            assert {count for _, references in held.values() for count in references.values()} == {1}
+            figures.append(f"relearned {len(held)} blocks by {relearner.asked} requests without replay")
+            # And so they go with one eviction each.
+            for number in range(8):
+                await known.send_and_hear(prompt(("evicts", number), 9))
+            assert [known.blocks(longer), known.blocks(second), known.blocks(salted, "tenant-a")] == [0, 0, 0]
+            assert await known.send(second) == 0
+            await relearner.stop()
 
     run(test)
 
