@@ -11,7 +11,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics_exporter"),
     ("wire",),
     ("backends",),
-    ("index", "net", "learning", "kv_events", "tokens"),
+    ("index", "net", "learning", "kv_events", "tokens", "l2"),
     ("strategies",),
     ("proxy",),
     ("control", "dashboard", "engine_caches", "kv_probe"),
