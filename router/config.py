@@ -37,8 +37,6 @@ NOT_BUILT: Final[Mapping[str, Callable[[Any], bool]]] = {
     # key path without indexes -> whether the value is one that already works. Remove a line when its feature is built.
     "server.workers": lambda value: value == 1,
     "routing.line.hold": lambda value: value == "auto",
-    "kv_cache.l2": lambda value: value is None,
-    "kv_cache.l2_format": lambda value: value == "lmcache",
     "redis.url": lambda value: value is None,
 }
 
@@ -238,6 +236,25 @@ def _backend_url() -> _Rule:
     return _Rule(_BACKEND_URL, read)
 
 
+_STORE_URL: Final = "redis://host:port/0, or rediss:// for TLS; a user may stand before an @, a password may not"
+
+
+def _store_url() -> _Rule:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"rediss?://[!-~]{1,400}", value):
+            raise ValueError
+        parts = urlsplit(value)
+        if parts.password is not None:
+            raise _Unexpected("no password: it goes through l2_password_env")
+        if not re.fullmatch(r"(/[0-9]{0,5})?", parts.path) or "?" in value or "#" in value:
+            raise ValueError
+        if parts.hostname is None or not _is_host(parts.hostname) or parts.port == 0:
+            raise ValueError
+        return value
+
+    return _Rule(_STORE_URL, read)
+
+
 def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -364,10 +381,15 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
-    """`[kv_cache]`: what the engines have behind their GPU cache."""
+    """`[kv_cache]`: what the engines have behind their GPU cache. `l2_hash_seed`: their PYTHONHASHSEED."""
 
-    l2: str | None = _key(None, _url("redis", "rediss"))
+    l2: str | None = _key(None, _store_url())
     l2_format: str = _key("lmcache", _one_of("lmcache"))
+    l2_password_env: str | None = _key(None, _environment_name())
+    l2_tls_ca: str | None = _key(None, _path())
+    l2_hash_seed: int = _key(0, _integer(0, 4_294_967_295))
+    l2_time_limit_s: float = _key(0.02, _number(0.001, 10.0, "seconds"))
+    l2_password: str | None = field(default=None, repr=False)  # not a key: the value of the variable of l2_password_env
 
 
 @dataclass(frozen=True, slots=True)
@@ -807,12 +829,15 @@ def _named(
 
 def _with_secrets(config: Config, environ: Mapping[str, str], faults: list[Fault]) -> Config:
     """With everything filled in that the file only points to."""
-    admin, tracing, auth = config.admin, config.tracing, config.auth
+    admin, tracing, auth, kv_cache = config.admin, config.tracing, config.auth, config.kv_cache
     _try_certificates(config, faults)
     _try_tokenizers(config, faults)
     return replace(
         config,
         admin=replace(admin, token=_secret(admin.token_env, "admin.token_env", environ, faults)),
+        kv_cache=replace(
+            kv_cache, l2_password=_secret(kv_cache.l2_password_env, "kv_cache.l2_password_env", environ, faults)
+        ),
         backends=_named(config.backends, environ, faults),
         tracing=replace(tracing, headers=_secret(tracing.headers_env, "tracing.headers_env", environ, faults)),
         auth=replace(auth, keys=_api_keys(auth.api_keys_file, faults)),
@@ -830,13 +855,15 @@ def _try_certificates(config: Config, faults: list[Fault]) -> None:
             faults.append(
                 Fault("server.tls_cert", shown, "PEM files of a certificate and its private key, unencrypted")
             )
-    for number, backend in enumerate(config.backends):
-        if backend.tls_ca is not None:
+    authorities = [(f"backends[{number}].tls_ca", backend.tls_ca) for number, backend in enumerate(config.backends)]
+    for path, authority in (*authorities, ("kv_cache.l2_tls_ca", config.kv_cache.l2_tls_ca)):
+        if authority is not None:
             try:
-                tls.client_context(backend.tls_ca, verify=True)
+                tls.client_context(authority, verify=True)
             except (OSError, ValueError) as error:
-                shown = f"{_shown(backend.tls_ca)}: {tls.describe(error)}"
-                faults.append(Fault(f"backends[{number}].tls_ca", shown, "a PEM file of CA certificates"))
+                faults.append(
+                    Fault(path, f"{_shown(authority)}: {tls.describe(error)}", "a PEM file of CA certificates")
+                )
 
 
 def _try_tokenizers(config: Config, faults: list[Fault]) -> None:
@@ -940,6 +967,11 @@ def _contradictions(config: Config) -> Iterator[Fault]:
             yield Fault(path, _shown(backend.tls_ca), "an https:// url with it")
         elif backend.tls_ca is not None and not backend.tls_verify:
             yield Fault(path, _shown(backend.tls_ca), "tls_verify = true with it")
+    store = config.kv_cache
+    if store.l2_password_env is not None and store.l2 is None:
+        yield Fault("kv_cache.l2_password_env", _environment_name().show(store.l2_password_env), "kv_cache.l2 with it")
+    if store.l2_tls_ca is not None and not (store.l2 or "").startswith("rediss:"):
+        yield Fault("kv_cache.l2_tls_ca", _shown(store.l2_tls_ca), "a rediss:// url in kv_cache.l2 with it")
     for alias, model in config.models.aliases.items():
         if model in config.models.aliases:
             yield Fault(_join("models.aliases", alias), _shown(model), "a model of the fleet, not another alias")

@@ -35,7 +35,8 @@ def test_every_key_of_the_file_is_shown_with_its_value() -> None:
         if path == "backends.name":
             expected = "a:80"
         assert shown.pop(path) == expected, path
-    assert set(shown) == {"admin.token", "auth.keys", "backends.api_key", "tracing.headers"}
+    secrets = {"admin.token", "auth.keys", "backends.api_key", "kv_cache.l2_password", "tracing.headers"}
+    assert set(shown) == secrets
     assert set(shown.values()) == {None}
 
 
