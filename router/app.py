@@ -45,6 +45,7 @@ from router.proxy.decisions import DecisionLines
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
+from router.strategies.kv_aware import KvAware
 from router.strategies.registry import Dependencies
 from router.strategies.registry import build as build_strategy
 from router.strategies.strategy import Need
@@ -264,11 +265,11 @@ class Gateway:
         self.ejector.configure(new.health)
         self.recorder.poll_every(new.health.interval_s)
         self._strategy_parts.token_wait_share = new.routing.kvaware.token_wait_share
-        before = (old.routing.strategy, old.routing.kvaware, old.models.tokenizers)
-        if before != (new.routing.strategy, new.routing.kvaware, new.models.tokenizers):
+        if new.routing.strategy != old.routing.strategy:
             self._change_strategy(new)
-        else:
-            self.caches.use(services.strategy, _token_settings(new))  # a tokenizer's folder may have been mended
+        elif isinstance(services.strategy, KvAware):
+            services.strategy.token_wait_share = new.routing.kvaware.token_wait_share
+        self.caches.use(services.strategy, _token_settings(new))  # with no other key too: a folder may be mended
         if new.log != old.log:
             set_up_logging(new)
         self._set_lines(new)
@@ -293,7 +294,6 @@ class Gateway:
         for backend in self.registry.backends:
             strategy.joined(backend)
         self.services.use_strategy(strategy)
-        self.caches.use(strategy, _token_settings(new))
 
     def _use_tokens(self, tokens: Tokens | None) -> None:
         self.services.tokens = tokens

@@ -96,7 +96,7 @@ class KvAware:
         self._now = clock.now
         self._placement = placement
         self._holdings = holdings
-        self._token_wait_share = token_wait_share
+        self.token_wait_share = token_wait_share
         self._resync = resync
         self._level_changed = level_changed
         self._accounts: dict[Backend, Account] = {}
@@ -114,7 +114,7 @@ class KvAware:
         for backend in candidates:
             if holdings.told(backend) is not None:
                 saved_s = self._placement.whole_prefill_s(request, backend)
-                return min(self._token_wait_share * saved_s, PATIENCE_LIMIT_S)
+                return min(self.token_wait_share * saved_s, PATIENCE_LIMIT_S)
         return 0.0
 
     def choose(self, request: RoutingRequest, candidates: Sequence[Backend]) -> Choice | None:
