@@ -85,6 +85,7 @@ class Gateway:
             _token_settings(config),
             self._client_tls,
             config.index.kv_memory_limit_bytes,
+            config.routing.kvaware.relearn,
             self._use_tokens,
         )
         self._strategy_parts = Dependencies(
@@ -97,6 +98,7 @@ class Gateway:
             token_wait_share=config.routing.kvaware.token_wait_share,
             resync=self.caches.resync,
             level_changed=self.caches.level_changed,
+            untold=self.caches.untold,
         )
         self.registry.set_aliases(config.models.aliases)
         pool = UpstreamPool(clock, config.timeouts.upstream_keepalive_s, config.limits.max_header_bytes)

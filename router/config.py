@@ -360,6 +360,7 @@ class KvAwareConfig:
     tokenization: str = _key("auto", _one_of("auto", "local", "engine", "off"))
     tokenizer: str | None = _key(None, _path())
     token_wait_share: float = _key(0.25, _number(0.0, 1.0))
+    relearn: bool = _key(True, _flag())
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ NEEDS_RESTART: Final = (
     "redis.",
     "tracing.",
     "index.",
+    "routing.kvaware.relearn",
 )
 
 

@@ -18,12 +18,13 @@ from router.clock import Clock
 from router.index.kv_holdings import KvHoldings
 from router.kv_events.intake import KvEventIntake
 from router.kv_events.rank_feed import FeedState
+from router.kv_events.relearn import Relearner, RelearnSettings
 from router.kv_events.settings import IntakeSettings
 from router.learning.standing import Level
 from router.metrics import Metrics
 from router.metrics_exporter import TokenFigures
-from router.strategies.kv_aware import KvAware
-from router.strategies.strategy import Strategy
+from router.strategies.kv_aware import KvAware, adapter_name
+from router.strategies.strategy import RoutingRequest, Strategy
 from router.tls import ClientContexts
 from router.tokens.following import FleetTokens
 from router.tokens.tokens import Tokens, TokensSettings
@@ -47,14 +48,22 @@ class EngineCaches:
         token_settings: TokensSettings,
         contexts: ClientContexts,
         memory_limit_bytes: int,
+        relearns: bool,
         use_tokens: Callable[[Tokens | None], object],
     ) -> None:
         self.holdings = KvHoldings(memory_limit_bytes)
         self._metrics = metrics
+        self._make_session = session_factory
+        self._relearns = relearns
         self._make_intake: Callable[[], KvEventIntake] = lambda: KvEventIntake(
             registry, clock, session_factory, self.holdings, settings, metrics, contexts, self._on_state
         )
         self._intake: KvEventIntake | None = None
+        self._relearner: Relearner | None = None
+        self._make_relearner: Callable[[KvEventIntake, aiohttp.ClientSession], Relearner] = lambda intake, session: (
+            Relearner(registry, clock, intake, session, RelearnSettings(enabled=self._relearns), contexts)
+        )
+        self._relearn_session: aiohttp.ClientSession | None = None
         self._token_settings = token_settings
         self._make_tokens: Callable[[], FleetTokens] = lambda: FleetTokens(
             registry, clock, asyncio.get_running_loop(), session_factory, contexts, self._token_settings
@@ -100,13 +109,23 @@ class EngineCaches:
             if wanted and self._intake is None:
                 self._intake = self._make_intake()
                 await self._intake.start()
+                self._relearn_session = self._make_session()
+                self._relearner = self._make_relearner(self._intake, self._relearn_session)
             elif not wanted and self._intake is not None:
+                if self._relearner is not None:
+                    await self._relearner.stop()
+                    self._relearner = None
+                if self._relearn_session is not None:
+                    await self._relearn_session.close()
+                    self._relearn_session = None
                 await self._intake.stop()
                 self._intake = None
 
     # --- what is heard
 
     def restarted(self, backend: Backend) -> None:
+        if self._relearner is not None:
+            self._relearner.restarted(backend)
         if self._intake is not None:
             self._intake.engine_restarted(backend)
         if self._tokens is not None:
@@ -118,6 +137,12 @@ class EngineCaches:
         self._metrics.kv_resyncs[backend.name] += 1
         if self._intake is not None:
             self._intake.resync(backend)
+
+    def untold(self, backend: Backend, request: RoutingRequest, cached_tokens: int) -> None:
+        """An engine that does not tell all it holds has shown some of that: it may tell when it is asked."""
+        if self._relearner is not None and request.ids is not None:
+            adapter = adapter_name(backend, request.model)
+            self._relearner.offer(backend, request.model, request.ids, cached_tokens, adapter, request.salt)
 
     def level_changed(self, backend: Backend, before: Level, after: Level) -> None:
         self._metrics.kv_levels[backend.name, after.value] += 1
@@ -132,8 +157,9 @@ class EngineCaches:
 
     def _on_state(self, backend: Backend) -> None:
         ranks = self._intake.ranks_of(backend) if self._intake is not None else ()
-        followed = bool(ranks) and all(state is FeedState.LIVE for _, state in ranks)
-        self.holdings.set_followed(backend, followed)
+        states = {state for _, state in ranks}
+        followed = bool(states) and states <= {FeedState.LIVE, FeedState.INCOMPLETE}
+        self.holdings.set_followed(backend, followed, complete=states == {FeedState.LIVE})
         if self._strategy is not None:
             self._strategy.knowledge_changed(backend)
 

@@ -14,13 +14,14 @@ from router.backends.backend import Backend
 
 
 class EngineKv:
-    """One engine's ranks in the index. `followed`: its events are complete and up to date."""
+    """One engine's ranks in the index. `followed`: its events are up to date, so that what they tell is there.
+    `complete`: what they do not tell is not there."""
 
-    __slots__ = ("followed", "ranks")
+    __slots__ = ("complete", "followed", "ranks")
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.followed = False
+        self.followed = self.complete = False
 
 
 class KvHoldings:
@@ -40,7 +41,7 @@ class KvHoldings:
         if engine is None:
             engine = self._engines[backend] = EngineKv()
         engine.ranks = (*engine.ranks, rank)
-        engine.followed = False  # until somebody says so of all of them
+        engine.followed = engine.complete = False  # until somebody says so of all of them
         self._owners[rank] = backend
         return rank
 
@@ -63,22 +64,27 @@ class KvHoldings:
 
     # --- who is known how well
 
-    def set_followed(self, backend: Backend, followed: bool) -> None:
-        """Whether all of its ranks are followed without a gap."""
+    def set_followed(self, backend: Backend, followed: bool, complete: bool) -> None:
+        """Of all of its ranks."""
         engine = self._engines.get(backend)
         if engine is not None:
-            engine.followed = followed
+            engine.followed, engine.complete = followed, followed and complete
 
     def told(self, backend: Backend) -> EngineKv | None:
         """The engine where all that it holds is known here: what is not in the index is not in the engine. Else None,
         be it for want of events or of memory."""
         engine = self._engines.get(backend)
-        if engine is None or not engine.followed:
+        if engine is None or not engine.complete:
             return None
         for rank in engine.ranks:
             if self.index.incomplete(rank):
                 return None
         return engine
+
+    def heard(self, backend: Backend) -> EngineKv | None:
+        """The engine where at least what the index has of it is there."""
+        engine = self._engines.get(backend)
+        return engine if engine is not None and engine.followed else None
 
     def out_of_memory(self, backend: Backend) -> bool:
         """Whether blocks of it had to be left out."""

@@ -75,7 +75,8 @@ class Account:
 
 class KvAware:
     """`holdings`: what the engines tell; None: nobody follows them. `resync` is asked to hear an engine's events anew;
-    `level_changed` is told (backend, before, after). `token_wait_share`: see token_patience_s.
+    `level_changed` is told (backend, before, after); `untold` (backend, request, cached tokens) of an answer that shows
+    more cached than an engine has told, which does not tell all. `token_wait_share`: see token_patience_s.
 
     The mirror's matches count as far as they are borne out; several much lower reports in a row mean that the cache was
     reset: the mirror is cleared, so that ghosts go. A choice that distrust changed says `fallback-untrusted`.
@@ -92,6 +93,7 @@ class KvAware:
         token_wait_share: float = 0.25,
         resync: Callable[[Backend], object] = lambda backend: None,
         level_changed: Callable[[Backend, Level, Level], object] = lambda backend, before, after: None,
+        untold: Callable[[Backend, RoutingRequest, int], object] = lambda backend, request, cached: None,
     ) -> None:
         self._now = clock.now
         self._placement = placement
@@ -99,6 +101,7 @@ class KvAware:
         self.token_wait_share = token_wait_share
         self._resync = resync
         self._level_changed = level_changed
+        self._untold = untold
         self._accounts: dict[Backend, Account] = {}
         self._untrusted = 0  # how many mirrors are not trusted now
         self._hits = KvHits()
@@ -112,7 +115,7 @@ class KvAware:
         if holdings is None or not request.readable:
             return 0.0
         for backend in candidates:
-            if holdings.told(backend) is not None:
+            if holdings.heard(backend) is not None:
                 saved_s = self._placement.whole_prefill_s(request, backend)
                 return min(self.token_wait_share * saved_s, PATIENCE_LIMIT_S)
         return 0.0
@@ -179,20 +182,26 @@ class KvAware:
             hits.tokens[at] = -1
             hits.cpu[at] = hits.far[at] = 0
             hits.believed[at] = False
+            hits.at_least[at] = False
+            complete = True
             engine = holdings.told(backend)
             if engine is None:
-                continue
+                complete = False
+                engine = holdings.heard(backend)
+                if engine is None:
+                    continue
             size = holdings.block_tokens(backend)
             if not size:
                 continue
-            blocks = request.kv_blocks(size, _adapter(backend, request.model))
+            blocks = request.kv_blocks(size, adapter_name(backend, request.model))
             if size != matched_size:
                 index.match(blocks, size)
                 matched_size = size
             self._read_runs(hits, at, backend, engine, blocks, size, last // size)
             account = self._accounts.get(backend)
             if account is None or not account.standing.events.lost:
-                hits.believed[at] = True
+                hits.believed[at] = complete
+                hits.at_least[at] = not complete
                 if hits.tokens[at] > hits.best_tokens:
                     hits.best_tokens = hits.tokens[at]
                     hits.best_prefix = blocks[hits.best_tokens // size - 1]
@@ -229,14 +238,14 @@ class KvAware:
         if known is not None:
             for at, backend in enumerate(candidates):
                 if backend is choice.backend:
-                    by_events = known.believed[at]
+                    by_events = known.believed[at] or (known.at_least[at] and known.tokens[at] >= choice.matched_tokens)
                     break
         if self._ignored_more(choice, candidates, known, by_events):
             choice.reason = UNTRUSTED
         elif by_events:
             if choice.reason is PREFIX:
                 choice.reason = KV
-        elif not self._any_told(candidates):
+        elif not self._any_heard(candidates):
             choice.reason = NO_EVENTS
         elif choice.request.ids is None:
             choice.reason = NO_TOKENS
@@ -247,7 +256,7 @@ class KvAware:
         """Whether a candidate that is not trusted has a longer match than the one that counted."""
         if known is not None:
             for at in range(len(candidates)):
-                if not known.believed[at] and known.tokens[at] > choice.matched_tokens:
+                if not (known.believed[at] or known.at_least[at]) and known.tokens[at] > choice.matched_tokens:
                     return True
         if by_events or not self._untrusted or choice.best_prefix is None:
             return False
@@ -260,8 +269,9 @@ class KvAware:
                 return True
         return False
 
-    def _any_told(self, candidates: Sequence[Backend]) -> bool:
-        return any(self._told(backend) for backend in candidates)
+    def _any_heard(self, candidates: Sequence[Backend]) -> bool:
+        holdings = self._holdings
+        return holdings is not None and any(holdings.heard(backend) is not None for backend in candidates)
 
     def _told(self, backend: Backend) -> bool:
         return self._holdings is not None and self._holdings.told(backend) is not None
@@ -274,8 +284,8 @@ class KvAware:
         if holdings is None or request.ids is None or choice.backend.slot < 0:
             return
         size = holdings.block_tokens(choice.backend)
-        if size and holdings.told(choice.backend) is not None:
-            choice.kv_blocks = request.kv_blocks(size, _adapter(choice.backend, request.model))
+        if size and holdings.heard(choice.backend) is not None:
+            choice.kv_blocks = request.kv_blocks(size, adapter_name(choice.backend, request.model))
             holdings.sent.add(choice.backend.slot, choice.kv_blocks)
 
     def first_byte(self, choice: Choice) -> None:
@@ -314,7 +324,21 @@ class KvAware:
                     self._compare_mirror(engine, account, self._mirrored(choice, prompt_tokens), cached, 1)
                 if choice.kv_tokens is not None:
                     self._compare_events(engine, account, choice.kv_tokens, cached, 1)
+                elif choice.kv_blocks is not None and cached > self._heard_tokens(choice):
+                    self._untold(choice.backend, choice.request, cached)
         self._placement.observe(choice, outcome)
+
+    def _heard_tokens(self, choice: Choice) -> int:
+        """What the choice's engine tells now that it holds of the prompt; as if all where it tells everything."""
+        holdings, blocks = self._holdings, choice.kv_blocks
+        assert holdings is not None
+        assert blocks is not None
+        engine = holdings.heard(choice.backend)
+        if engine is None or holdings.told(choice.backend) is not None:
+            return choice.prompt_tokens
+        size = holdings.block_tokens(choice.backend)
+        holdings.index.match(blocks, size)
+        return size * max(holdings.index.matched_any[rank] for rank in engine.ranks)
 
     def reported(self, backend: Backend, before: EngineReport, now: EngineReport) -> None:
         self._placement.reported(backend, before, now)
@@ -418,7 +442,7 @@ class KvAware:
         self._placement.forget(backend)
 
 
-def _adapter(backend: Backend, model: str) -> str | None:
+def adapter_name(backend: Backend, model: str) -> str | None:
     """The name by which the engine's events know a LoRA adapter: the one that it is asked for by. An adapter's entry in
     /v1/models names the model that it belongs to."""
     entry = backend.models.get(model)

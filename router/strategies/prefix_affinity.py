@@ -87,13 +87,14 @@ class PrefixMirror(Protocol):
 class KvHits:
     """What the engines' KV events tell of one prompt, by place among the candidates. Filled by whoever follows them."""
 
-    __slots__ = ("believed", "best_prefix", "best_tokens", "cpu", "far", "tokens")
+    __slots__ = ("at_least", "believed", "best_prefix", "best_tokens", "cpu", "far", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # held in any tier, or soon to be; those of one that tells nothing are -1
         self.cpu: list[int] = []  # how many of these have to be loaded from the engine's CPU memory
         self.far: list[int] = []  # and from farther away
         self.believed: list[bool] = []  # False: the mirror is asked
+        self.at_least: list[bool] = []  # asked too: of an engine that tells what it stores, but not all of before
         self.best_tokens = 0  # the longest of those believed
         self.best_prefix: int | None = None  # the hash that names it
 
@@ -105,6 +106,7 @@ class KvHits:
             self.cpu.extend([0] * missing)
             self.far.extend([0] * missing)
             self.believed.extend([False] * missing)
+            self.at_least.extend([False] * missing)
         self.best_tokens = 0
         self.best_prefix = None
 
@@ -305,6 +307,8 @@ class PrefixAffinity:
                 hit = matched[engine.slot] * block_tokens * engine.worth
                 if hit > top:
                     hit = float(top)
+                if known is not None and known.at_least[at] and known.tokens[at] > hit:
+                    hit = float(known.tokens[at])
             hits[at] = hit
             if hit > longest:
                 longest = hit
@@ -366,7 +370,9 @@ class PrefixAffinity:
         choice.best_prefix = prefix
         choice.spared_s = max(wait - shortest, 0.0)
         held = raw * block_tokens
-        if known is not None and known.tokens[place] >= 0:
+        if known is not None and known.at_least[place]:
+            held = max(held, hit)
+        elif known is not None and known.tokens[place] >= 0:
             choice.kv_tokens = known.tokens[place]
             if known.believed[place]:
                 held = hit

@@ -15,7 +15,7 @@ from router.strategies.least_load import LeastLoad
 from router.strategies.prefix_affinity import PrefixAffinity, PrefixMirror
 from router.strategies.round_robin import RoundRobin
 from router.strategies.session import Session
-from router.strategies.strategy import Strategy
+from router.strategies.strategy import RoutingRequest, Strategy
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class Dependencies:
     token_wait_share: float = 0.25
     resync: Callable[[Backend], object] = field(default=lambda backend: None)
     level_changed: Callable[[Backend, Level, Level], object] = field(default=lambda backend, before, after: None)
+    untold: Callable[[Backend, RoutingRequest, int], object] = field(default=lambda backend, request, cached: None)
     placement: PrefixAffinity | None = None
 
 
@@ -56,6 +57,7 @@ def _kv_aware(deps: Dependencies) -> KvAware:
         token_wait_share=deps.token_wait_share,
         resync=deps.resync,
         level_changed=deps.level_changed,
+        untold=deps.untold,
     )
 
 

@@ -167,3 +167,21 @@ def test_a_change_of_strategy_begins_and_ends_the_following(sims: list[SimProces
         until_state(gateway, "gpu-0", "off")
         assert reason(chat.turn(gateway)) == "prefix"
         assert gateway.metric("index_blocks", index="events") == 0
+
+
+NO_REPLAY = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:0"}'
+
+
+def test_without_replay_an_engine_is_known_by_what_it_tells_from_then_on() -> None:
+    with running_sim(*FAST, "--kv-events-config", NO_REPLAY) as sim:
+        before = Chat("before")
+        with running_gateway([sim.url], routing=PATIENT) as gateway:
+            before.turn(gateway)
+        with running_gateway([sim.url], routing=PATIENT) as gateway:
+            until_state(gateway, "gpu-0", "incomplete")
+            assert gateway.backend("gpu-0")["learned"]["placed_by"] == "mirror"
+            answer = before.turn(gateway)
+            assert (matched(answer), cached(answer) > 0) == (0, True)  # nobody has told of it
+            answers = [before.turn(gateway) for _ in range(3)]
+            assert {reason(answer) for answer in answers} <= {"kv", "prefix"}
+            assert "replay_endpoint" in gateway.backend("gpu-0")["kv_events"]["why"]

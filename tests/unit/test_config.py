@@ -133,6 +133,7 @@ REJECTED = {
     "routing.kvaware.tokenization": ['"on"', "true"],
     "routing.kvaware.tokenizer": ["1", '""', '"/nowhere"'],
     "routing.kvaware.token_wait_share": ["-0.1", "1.1", "true", '"1"'],
+    "routing.kvaware.relearn": ["1", '"true"'],
     "routing.line.hold": ["true", '"yes"'],
     "kv_cache.l2": [
         "1",

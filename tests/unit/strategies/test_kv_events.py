@@ -56,11 +56,11 @@ class World:
 
     def follow(self, each: Backend, ranks: int = 1) -> None:
         self.ranks[each] = [self.holdings.add_rank(each, number) for number in range(ranks)]
-        self.holdings.set_followed(each, True)
+        self.holdings.set_followed(each, True, complete=True)
         self.strategy.knowledge_changed(each)
 
     def unfollow(self, each: Backend) -> None:
-        self.holdings.set_followed(each, False)
+        self.holdings.set_followed(each, False, complete=False)
         self.strategy.knowledge_changed(each)
 
     def tell(self, each: Backend, *events: dict[str, Any], rank: int = 0) -> None:
@@ -282,7 +282,8 @@ def test_an_index_out_of_memory_leaves_its_engine_to_the_mirror() -> None:
         world.tell(engine, stored([number * 100_000 + token for token in range(1600)], SIZE))
         number += 1
         assert number < 5000
-    assert world.choose(PROMPT).reason is Reason.NO_EVENTS
+    assert world.strategy.known_of(engine)["placed_by"] == "mirror"
+    assert world.choose(PROMPT).reason is Reason.LOAD  # what it told is there, and this prompt was not told
     world.holdings.clear(world.ranks[engine][0])
     world.tell(engine, stored(PROMPT, SIZE))
     assert world.choose(PROMPT).reason is Reason.KV
@@ -379,3 +380,19 @@ def test_the_share_of_a_store_that_cannot_be_asked_makes_prefill_cheaper() -> No
         world.strategy.reported(engine, last, engine.report)
     assert world.strategy.known_of(engine)["shared_hit_rate"] == pytest.approx(0.5)
     assert world.choose(OTHER).uncached_s < 0.7 * before
+
+
+def test_an_engine_that_tells_not_all_holds_at_least_what_it_tells() -> None:
+    world = World()
+    first, second = world.backends
+    for each in world.backends:
+        world.holdings.set_followed(each, True, complete=False)
+    assert world.strategy.token_patience_s(world.ask(None), world.backends) > 0.0
+    world.tell(first, stored(PROMPT, SIZE))
+    told = world.choose(PROMPT)
+    assert (told.backend, told.matched_tokens, told.reason, told.kv_tokens) == (first, 784, Reason.KV, None)
+    # what the mirror knows beyond it counts as before
+    world.answer(world.place(OTHER, second), 0)
+    mirrored = world.choose(OTHER)
+    assert (mirrored.backend, mirrored.reason) == (second, Reason.PREFIX)
+    assert world.strategy.known_of(first)["placed_by"] == "mirror"
