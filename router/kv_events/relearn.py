@@ -29,6 +29,7 @@ from router.backends.backend import Backend
 from router.backends.registry import BackendRemoved, FleetEvent, Registry
 from router.clock import Clock
 from router.kv_events.intake import KvEventIntake
+from router.metrics import Metrics
 from router.tls import ClientContexts
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,14 @@ class Relearner:
         intake: KvEventIntake,
         session: aiohttp.ClientSession,
         settings: RelearnSettings,
+        metrics: Metrics | None = None,
         contexts: ClientContexts | None = None,
     ) -> None:
         self._clock = clock
         self._intake = intake
         self._session = session
         self._settings = settings
+        self._metrics = metrics or Metrics()
         self._contexts = contexts or ClientContexts()
         self._engines: dict[Backend, _Engine] = {}  # those that were asked
         self._unsubscribe = registry.subscribe(self._fleet_changed)
@@ -120,6 +123,7 @@ class Relearner:
         if engine is None:
             engine = self._engines[backend] = _Engine()
         self.asked += 1
+        self._metrics.kv_events[backend.name, "relearn_asked"] += 1
         prompt = list(ids[: cached_tokens + 1])
         engine.task = asyncio.create_task(
             self._ask(backend, engine, model, prompt, lora, salt), name=f"relearn {backend.name}"
@@ -146,6 +150,7 @@ class Relearner:
             if await self._send(backend, model, prompt, salt):
                 heard = await self._within(self._settings.announcement_limit_s, announcement.heard.wait)
                 self.announced += heard
+                self._metrics.kv_events[backend.name, "relearn_announced"] += heard
                 engine.unheard = 0 if heard else engine.unheard + 1
                 if engine.unheard == UNHEARD_LIMIT:
                     logger.info("backend %s does not announce cached blocks: it is not asked again", backend.name)

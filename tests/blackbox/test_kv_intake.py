@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -23,8 +24,12 @@ class Rig:
 
     def __init__(self, rig: Following, sink: RecordingSink) -> None:
         self.intake, self.backend, self.states = rig.intake, rig.backend, rig.states
+        self.registry = rig.registry
         self.rank, self.state, self.until = rig.rank, rig.state, rig.until
         self.sink = sink
+
+    def configure(self, kv_events: str) -> None:
+        self.registry.reconfigure(self.backend, 1.0, None, None, kv_events)
 
     def held(self, number: int = 0) -> list[bytes]:
         return self.sink.held[self.sink.numbers[self.backend, number]]
@@ -207,6 +212,42 @@ def test_a_configured_endpoint_by_name_is_looked_up() -> None:
             async with following(publisher.url, kv_events=endpoint) as rig:
                 await rig.until(lambda: rig.state() == FeedState.INCOMPLETE)
                 assert rig.rank()["endpoint"] == endpoint
+
+    run(test)
+
+
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that binds IPv4 alone, behind a name whose first address is none of its own."""
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("::1", "127.0.0.1")]
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **kw: found if host == "engine.test" else real(host, *more, **kw)
+    )
+
+    async def test() -> None:
+        async with publishing(tells=False) as publisher:
+            endpoint = f"tcp://engine.test:{publisher.ranks[0].port}"
+            async with following(publisher.url, kv_events=endpoint) as rig:
+                await rig.until(lambda: rig.state() == FeedState.INCOMPLETE)
+
+    asyncio.run(test())  # a loop that asks Python for addresses
+
+
+def test_a_reload_switches_a_backends_events_on_to_another_endpoint_and_off() -> None:
+    async def test() -> None:
+        async with publishing(2, tells=False) as publisher, following(publisher.url, kv_events="off") as rig:
+            await rig.until(lambda: rig.intake.describe(rig.backend)[0]["state"] == FeedState.OFF)
+            publisher.told_ranks = 1
+            for rank in publisher.ranks:
+                rig.configure(f"tcp://127.0.0.1:{rank.port}")
+                await rank.subscribed.wait()
+                await rig.until(lambda: rig.state() == FeedState.INCOMPLETE and rig.held() == [])
+                rank.send(0, b"%d" % rank.port)
+                await rig.until(lambda rank=rank: rig.held() == [b"%d" % rank.port])
+                assert rig.state() == FeedState.LIVE
+            rig.configure("off")
+            await rig.until(lambda: rig.intake.ranks_of(rig.backend) == ())
+            assert rig.sink.held == {}
 
     run(test)
 

@@ -60,7 +60,7 @@ async def incomplete(settings: RelearnSettings = NOW, ranks: int = 1, replays: b
         aiohttp.ClientSession() as session,
     ):
         clock = SystemClock(asyncio.get_running_loop())
-        relearner = Relearner(rig.registry, clock, rig.intake, session, settings)
+        relearner = Relearner(rig.registry, clock, rig.intake, session, settings, rig.metrics)
         for number, engine in enumerate(publisher.ranks):
             await engine.subscribed.wait()
             engine.ring[7] = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\0"  # an empty batch
@@ -153,6 +153,7 @@ def test_an_engine_that_does_not_announce_is_not_asked_again_until_another_proce
                 await rig.relearner.idle()
             assert not rig.offer()
             assert (rig.relearner.asked, rig.relearner.announced) == (UNHEARD_LIMIT, 0)
+            assert rig.rig.metrics.kv_events["e", "relearn_asked"] == UNHEARD_LIMIT
             rig.relearner.restarted(rig.rig.backend)
             assert rig.offer()
 

@@ -110,6 +110,7 @@ class Publisher:
                 self.ranks.append(Rank(self._context, port, topic, modern))
             except zmq.ZMQError:  # somebody has the port beside that of the first
                 self._close_ranks()
+        self.told_ranks = ranks  # in /metrics
         self.completions: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # bodies of POST /v1/completions
         self.completion_status = 200
         self.completion_pause: asyncio.Event | None = None  # they are answered when it is set
@@ -124,7 +125,7 @@ class Publisher:
 
         async def metrics(request: web.Request) -> web.Response:
             name = 'vllm:num_requests_running{engine="%d",model_name="m"} 0.0\n'
-            return web.Response(text="".join(name % number for number in range(len(self.ranks))))
+            return web.Response(text="".join(name % number for number in range(self.told_ranks)))
 
         async def complete(request: web.Request) -> web.Response:
             self.completions.put_nowait(await request.json())
