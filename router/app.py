@@ -34,6 +34,8 @@ from router.dashboard.server import add_routes as add_dashboard
 from router.engine_caches import EngineCaches
 from router.index.prefix_index import PrefixTree
 from router.kv_events.settings import IntakeSettings
+from router.l2.l2 import L2
+from router.l2.settings import L2Settings
 from router.metrics import CONTENT_TYPE, Metrics
 from router.metrics_exporter import BackendFigures, Exporter, Snapshot
 from router.net.downstream import Downstream, DownstreamLimits
@@ -87,6 +89,8 @@ class Gateway:
             config.index.kv_memory_limit_bytes,
             config.routing.kvaware.relearn,
             self._use_tokens,
+            _l2_settings(config),
+            self._use_l2,
         )
         self._strategy_parts = Dependencies(
             clock=clock,
@@ -300,6 +304,9 @@ class Gateway:
     def _use_tokens(self, tokens: Tokens | None) -> None:
         self.services.tokens = tokens
 
+    def _use_l2(self, l2: L2 | None) -> None:
+        self.services.l2 = l2
+
     def _set_lines(self, config: Config) -> None:
         """Access and decision lines that are made from now on are as `[log]` says."""
         services, log = self.services, config.log
@@ -470,6 +477,7 @@ class Gateway:
             upstream_connections=s.pool.open,
             open_exchanges=len(s.exchanges),
             tokens=self.caches.token_figures(),
+            l2=self.caches.l2_figures(),
         )
 
 
@@ -504,6 +512,19 @@ def _exchange_settings(config: Config) -> ExchangeSettings:
 def _token_settings(config: Config) -> TokensSettings:
     kvaware = config.routing.kvaware
     return TokensSettings(tokenization=kvaware.tokenization, folder=kvaware.tokenizer, folders=config.models.tokenizers)
+
+
+def _l2_settings(config: Config) -> L2Settings | None:
+    store = config.kv_cache
+    if store.l2 is None:
+        return None
+    return L2Settings(
+        store.l2,
+        store.l2_password,
+        store.l2_hash_seed,
+        tls_context=lambda: ssl.create_default_context(cafile=store.l2_tls_ca),  # unlike an engine's: no HTTP
+        time_limit_s=store.l2_time_limit_s,
+    )
 
 
 def _downstream_limits(config: Config) -> DownstreamLimits:

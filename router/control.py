@@ -27,6 +27,7 @@ NEEDS_RESTART: Final = (
     "server.workers",
     "admin.host",
     "admin.port",
+    "kv_cache.",
     "redis.",
     "tracing.",
     "index.",

@@ -20,9 +20,12 @@ from router.kv_events.intake import KvEventIntake
 from router.kv_events.rank_feed import FeedState
 from router.kv_events.relearn import Relearner, RelearnSettings
 from router.kv_events.settings import IntakeSettings
+from router.l2.following import FleetL2
+from router.l2.l2 import L2
+from router.l2.settings import L2Settings
 from router.learning.standing import Level
 from router.metrics import Metrics
-from router.metrics_exporter import TokenFigures
+from router.metrics_exporter import L2Figures, TokenFigures
 from router.strategies.kv_aware import KvAware, adapter_name
 from router.strategies.strategy import RoutingRequest, Strategy
 from router.tls import ClientContexts
@@ -50,6 +53,8 @@ class EngineCaches:
         memory_limit_bytes: int,
         relearns: bool,
         use_tokens: Callable[[Tokens | None], object],
+        l2_settings: L2Settings | None,
+        use_l2: Callable[[L2 | None], object],
     ) -> None:
         self.holdings = KvHoldings(memory_limit_bytes)
         self._metrics = metrics
@@ -70,6 +75,11 @@ class EngineCaches:
         )
         self._use_tokens = use_tokens
         self._tokens: FleetTokens | None = None
+        self._l2: FleetL2 | None = None
+        self._make_l2: Callable[[], FleetL2 | None] = lambda: (
+            FleetL2(registry, clock, asyncio.get_running_loop(), l2_settings) if l2_settings is not None else None
+        )
+        self._use_l2 = use_l2
         self._strategy: KvAware | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,6 +116,13 @@ class EngineCaches:
             elif wanted:
                 self._tokens = self._make_tokens()
                 self._use_tokens(self._tokens.tokens)
+            if wanted and self._l2 is None:
+                self._l2 = self._make_l2()
+                self._use_l2(self._l2.l2 if self._l2 is not None else None)
+            elif not wanted and self._l2 is not None:
+                self._use_l2(None)
+                self._l2.close()
+                self._l2 = None
             if wanted and self._intake is None:
                 self._intake = self._make_intake()
                 await self._intake.start()
@@ -186,6 +203,10 @@ class EngineCaches:
     def token_figures(self) -> TokenFigures | None:
         """For the metrics; None while nobody counts tokens."""
         return self._tokens.tokens.figures() if self._tokens is not None else None
+
+    def l2_figures(self) -> L2Figures | None:
+        """For the metrics; None while no shared store is asked."""
+        return self._l2.l2.figures() if self._l2 is not None else None
 
     def _why(self, backend: Backend) -> str:
         told = self.describe(backend)

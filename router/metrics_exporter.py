@@ -59,6 +59,18 @@ class TokenFigures:
 
 
 @dataclass(slots=True)
+class L2Figures:
+    """Of the store that engines share; `results`: questions by how they were answered, or by the word for why not."""
+
+    up: bool = False
+    failures: int = 0
+    results: dict[str, int] = field(default_factory=dict)
+    wait: Histogram = field(default_factory=lambda: Histogram(()))
+    asked_tokens: int = 0
+    found_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Snapshot:
     """What the gauges show, taken when somebody scrapes."""
 
@@ -70,6 +82,7 @@ class Snapshot:
     upstream_connections: int = 0
     open_exchanges: int = 0
     tokens: TokenFigures | None = None  # None: nobody counts tokens
+    l2: L2Figures | None = None  # None: no store is asked
 
 
 class Frozen:
@@ -146,6 +159,10 @@ def _buckets(bounds: tuple[float, ...], counts: list[int], total_s: float) -> Se
 
 def _of_tokens(name: str, kind: str, text: str, series: Callable[[TokenFigures], Series]) -> Family:
     return Family(name, kind, text, lambda c, now: iter(()) if now.tokens is None else series(now.tokens))
+
+
+def _of_l2(name: str, kind: str, text: str, series: Callable[[L2Figures], Series]) -> Family:
+    return Family(name, kind, text, lambda c, now: iter(()) if now.l2 is None else series(now.l2))
 
 
 def _matched(c: Frozen) -> Series:
@@ -265,6 +282,31 @@ FAMILIES: Final = (
         "From the question for a prompt's token ids to these.",
         lambda t: _buckets(*_copy(t.wait)),
     ),
+    _of_l2(
+        "l2_lookups_total",
+        "counter",
+        "Questions to the store that engines share, by how they were answered or why not.",
+        lambda l2: ((_labels(result=result), n) for result, n in l2.results.items()),
+    ),
+    _of_l2(
+        "l2_tokens_total",
+        "counter",
+        "Prompt tokens looked for in that store, and found in it.",
+        lambda l2: iter([(_labels(kind="asked"), l2.asked_tokens), (_labels(kind="found"), l2.found_tokens)]),
+    ),
+    _of_l2(
+        "l2_lookup_seconds",
+        "histogram",
+        "From a question to the store to its answer.",
+        lambda l2: _buckets(*_copy(l2.wait)),
+    ),
+    _of_l2(
+        "l2_failures_total",
+        "counter",
+        "Connections to the store that failed or were lost.",
+        lambda l2: iter([("", l2.failures)]),
+    ),
+    _of_l2("l2_up", "gauge", "1 while the store can be asked.", lambda l2: iter([("", float(l2.up))])),
     _histogram(
         "ttft_seconds", "Arrival of the request to the first body byte written to the client.", lambda c: c.ttft
     ),

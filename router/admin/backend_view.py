@@ -67,6 +67,7 @@ class BackendView:
             "in_flight": services.admission.in_flight,
             "queue_depth": services.admission.depth,
             "tokens": services.tokens.states() if services.tokens is not None else {},
+            "l2": services.l2.state() if services.l2 is not None else None,
             "backends": backends,
         }
 

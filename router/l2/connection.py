@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
+from typing import cast
 
 from router.clock import Clock, TimerHandle
 from router.l2.resp import BadReply, Replies, Reply, ServerError, command
@@ -47,8 +48,7 @@ class _Wire(asyncio.Protocol):
         self._replies = Replies()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -31,6 +31,7 @@ from router.l2.learned_form import (
 from router.l2.resp import Reply, ServerError, command, exists
 from router.l2.settings import L2Settings
 from router.metrics import Histogram
+from router.metrics_exporter import L2Figures
 
 logger = logging.getLogger(__name__)
 
@@ -450,11 +451,20 @@ class L2:
             state["detail"] = "no prompt was found: set kv_cache.l2_hash_seed to the engines' PYTHONHASHSEED"
         return state
 
+    def figures(self) -> L2Figures:
+        """For the metrics, all of this process; `wait` goes on changing."""
+        return L2Figures(
+            up=self._connection.phase is Phase.READY,
+            failures=self._connection.failures,
+            results=dict(self.answers),
+            wait=self.wait,
+            asked_tokens=self.asked_tokens,
+            found_tokens=self.found_tokens,
+        )
+
     def counters(self) -> dict[str, int]:
-        """For the metrics, all of this process."""
+        """What is bounded, and how full it is."""
         return {
-            "found_tokens": self.found_tokens,
-            "asked_tokens": self.asked_tokens,
             "failures": self._connection.failures,
             "open_keys": self._connection.open_keys,
             "remembered_keys": len(self._remembered),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from router.backends.backend import Backend
 from router.backends.registry import Registry
 from router.clock import Clock
+from router.l2.answers import L2Answer, Lookup
 from router.metrics import Metrics
 from router.net.exchange_api import Connector
 from router.net.upstream_pool import UpstreamPool
@@ -53,6 +55,22 @@ class TokenSource(Protocol):
     def ask(self, model: str, path: str, body: bytes, deadline: float, done: Callable[[Answer], None]) -> Question: ...
 
     def states(self) -> dict[str, dict[str, Any]]: ...
+
+
+class L2Source(Protocol):
+    """Who knows what the engines' shared store holds: router/l2/l2.py."""
+
+    def ask(
+        self,
+        model: str,
+        ids: array[int],
+        salt: str | None,
+        lora: str | None,
+        deadline: float,
+        done: Callable[[L2Answer], None],
+    ) -> Lookup: ...
+
+    def state(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +129,7 @@ class Services:
     api_keys: ApiKeys | None = None  # None: open
     tracer: Tracer | None = None
     tokens: TokenSource | None = None  # None: nobody counts them
+    l2: L2Source | None = None  # None: there is none, or nobody asks
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
     exchanges: set[Exchange] = field(default_factory=set)  # begun and not ended

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from router.metrics_exporter import BackendFigures, Frozen, Snapshot, TokenFigures, slices
+from router.metrics_exporter import BackendFigures, Frozen, L2Figures, Snapshot, TokenFigures, slices
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(kvgate_[a-z0-9_]+)` \| (counter|gauge|histogram) \| ([a-z, _]*)\|(.*)\|(.*)\|$", re.MULTILINE)
@@ -45,7 +45,7 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
         models=("m",),
     )
     build = '{version="0",native="compiled",python="3"}'
-    now = Snapshot(backends=[figures], tokens=TokenFigures(results={"local": 1}))
+    now = Snapshot(backends=[figures], tokens=TokenFigures(results={"local": 1}), l2=L2Figures(results={"store": 1}))
     text = b"".join(slices(Frozen(metrics), now, build)).decode()
     found: dict[str, tuple[str, frozenset[str]]] = {}
     for family in text_string_to_metric_families(text):

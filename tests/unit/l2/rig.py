@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
+from typing import cast
 
 import redis
 
@@ -124,8 +125,7 @@ class _Accepted(asyncio.Protocol):
         self._commands = Replies()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._store.transports.append(transport)
+        self._store.transports.append(cast(asyncio.Transport, transport))  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         for words in self._commands.feed(data):
