@@ -66,7 +66,7 @@ class EngineCaches:
         self._intake: KvEventIntake | None = None
         self._relearner: Relearner | None = None
         self._make_relearner: Callable[[KvEventIntake, aiohttp.ClientSession], Relearner] = lambda intake, session: (
-            Relearner(registry, clock, intake, session, RelearnSettings(enabled=self._relearns), contexts)
+            Relearner(registry, clock, intake, session, RelearnSettings(enabled=self._relearns), metrics, contexts)
         )
         self._relearn_session: aiohttp.ClientSession | None = None
         self._token_settings = token_settings

@@ -17,9 +17,9 @@ from router.backends.registry import Pool
 from router.errors import RouterError, bad_request
 from router.proxy.candidates import fit_candidates, why_unfit, worth_waiting
 from router.proxy.intake import describe_outage, read_routing
+from router.proxy.prompt_question import PromptQuestion
 from router.proxy.services import Services
 from router.strategies.strategy import Explanation, RoutingRequest, Terms
-from router.tokens.answers import Answer, NoTokens
 from router.wire.http_head import RequestHead, parse_request_head
 from router.wire.multipart import is_multipart
 from router.wire.paths import path_kind
@@ -60,20 +60,20 @@ async def _take_ids(
 ) -> str | None:
     """As the data port does before a choice, but with time: nobody waits for a first token here. Why there are none,
     None where there are, or where the strategy does not ask for them."""
-    strategy, tokens = services.token_strategy, services.tokens
-    if strategy is None or tokens is None or not strategy.token_patience_s(request, pool.candidates):
+    strategy = services.token_strategy
+    if strategy is None or services.tokens is None or not strategy.token_patience_s(request, pool.candidates):
         return None
-    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    path = head.path.decode("ascii", "replace")
-    question = tokens.ask(pool.model, path, body, services.now() + TOKENS_WITHIN_S, answered.set_result)
-    try:
-        answer = question.answer if question.answer is not None else await answered
-    finally:
-        question.cancel()
-    if isinstance(answer, NoTokens):
-        return f"{answer.why.value}: {answer.detail}" if answer.detail else answer.why.value
-    request.take_ids(answer.ids, answer.salt)
-    return None
+    known = asyncio.Event()
+    question = PromptQuestion(services, pool, request, known.set)
+    if question.ask(head.path.decode("ascii", "replace"), body, services.now() + TOKENS_WITHIN_S):
+        try:
+            await known.wait()
+        finally:
+            question.cancel()
+    lacking = question.without_ids
+    if lacking is None:
+        return None
+    return f"{lacking.why.value}: {lacking.detail}" if lacking.detail else lacking.why.value
 
 
 def _head(path: str | None, headers: Iterable[tuple[bytes, bytes]]) -> RequestHead:
@@ -114,6 +114,7 @@ def _render(
             "tokens": choice.prompt_tokens if choice is not None and choice.prompt_tokens else request.prompt_tokens,
             "tokens_exact": request.prompt_tokens is not None,
             "without_ids": without_ids,
+            "shared_tokens": request.shared_tokens,
             "max_tokens": request.max_tokens,
             "stream": request.stream,
         },

@@ -41,12 +41,11 @@ from router.proxy.candidates import fit_candidates, worth_waiting
 from router.proxy.intake import ModelsAwaited, describe_outage, outage_retry_s, read_routing
 from router.proxy.local_answers import JSON_TYPE, SCRAPE, LocalAnswer, local_answer
 from router.proxy.phases import MOVES, EndedBy, Phase
+from router.proxy.prompt_question import PromptQuestion
 from router.proxy.retry import may_repeat
 from router.proxy.services import Services
 from router.proxy.trace import Trace
 from router.strategies.strategy import Choice, End, Outcome, Reason, RoutingRequest
-from router.tokens.answers import Answer, TokenIds
-from router.tokens.tokens import Question
 from router.wire.http_head import (
     RequestHead,
     ResponseHead,
@@ -144,7 +143,7 @@ class Exchange:
         self.pool: Pool = services.registry.any_pool()
         self._request: RoutingRequest | None = None  # None in the queue: nobody has told yet that he serves it
         self._fleet_version = -1  # of the registry, when that was so
-        self._question: Question | None = None  # for its token ids: it waits for them before it may be placed
+        self._question: PromptQuestion | None = None  # it waits for the answer before it may be placed
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._choice: Choice | None = None  # the last one
@@ -209,13 +208,13 @@ class Exchange:
             return
         s.budget.earn()
         self._enter(QUEUED)
-        if self._asks_for_tokens():
+        if self._asks_about_prompt():
             self._downstream.set_deadline(s.settings.queue_timeout_s)
         else:
             self._queue(now)
 
-    def _asks_for_tokens(self) -> bool:
-        """Whether the request waits for its token ids, because a strategy can choose better by them."""
+    def _asks_about_prompt(self) -> bool:
+        """Whether the request waits for what a strategy can choose better by: its token ids, and where they are."""
         s = self._s
         request, strategy = self._request, s.token_strategy
         if request is None or strategy is None or s.tokens is None:
@@ -224,20 +223,15 @@ class Exchange:
         if patience_s <= 0.0:
             return False
         assert self._head is not None
-        path = self._head.path.decode("ascii", "replace")
-        deadline = s.now() + patience_s
-        question = s.tokens.ask(self.pool.model, path, self._upstream_body, deadline, self._on_tokens)
-        if question.answer is None:
-            self._question = question
-            return True
-        _take_ids(request, question.answer)
-        return False
+        question = PromptQuestion(s, self.pool, request, self._on_prompt_known)
+        if not question.ask(self._head.path.decode("ascii", "replace"), self._upstream_body, s.now() + patience_s):
+            return False
+        self._question = question
+        return True
 
-    def _on_tokens(self, answer: Answer) -> None:
+    def _on_prompt_known(self) -> None:
         self._question = None
         try:
-            assert self._request is not None
-            _take_ids(self._request, answer)
             self._queue(self._s.now())
         except Exception:
             self.on_broken()
@@ -931,8 +925,3 @@ class Exchange:
         if phase not in MOVES[self._phase]:
             raise AssertionError(f"no move from {self._phase} to {phase}")
         self._phase = phase
-
-
-def _take_ids(request: RoutingRequest, answer: Answer) -> None:
-    if isinstance(answer, TokenIds):
-        request.take_ids(answer.ids, answer.salt)
