@@ -47,8 +47,9 @@ from router.proxy.decisions import DecisionLines
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
+from router.strategies.held_line import USUAL_BATCH_TOKENS
 from router.strategies.kv_aware import KvAware
-from router.strategies.registry import Dependencies
+from router.strategies.registry import Dependencies, held_line
 from router.strategies.registry import build as build_strategy
 from router.strategies.strategy import Need
 from router.systemd import Notifier
@@ -172,6 +173,7 @@ class Gateway:
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
         self._set_lines(config)
+        self._set_line(config)
         self.caches.use(self.services.strategy, _token_settings(config))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -275,6 +277,7 @@ class Gateway:
             self._change_strategy(new)
         elif isinstance(services.strategy, KvAware):
             services.strategy.token_wait_share = new.routing.kvaware.token_wait_share
+        self._set_line(new)
         self.caches.use(services.strategy, _token_settings(new))  # with no other key too: a folder may be mended
         if new.log != old.log:
             set_up_logging(new)
@@ -300,6 +303,12 @@ class Gateway:
         for backend in self.registry.backends:
             strategy.joined(backend)
         self.services.use_strategy(strategy)
+
+    def _set_line(self, config: Config) -> None:
+        line = config.routing.line
+        tokens = line.batch_tokens or (USUAL_BATCH_TOKENS if line.hold == "on" else 0)
+        held = line.hold != "off" and tokens > 0
+        self.services.line = held_line(self._strategy_parts, self.services.strategy, tokens) if held else None
 
     def _use_tokens(self, tokens: Tokens | None) -> None:
         self.services.tokens = tokens

@@ -36,7 +36,6 @@ BACKENDS_LIMIT: Final = 4096
 NOT_BUILT: Final[Mapping[str, Callable[[Any], bool]]] = {
     # key path without indexes -> whether the value is one that already works. Remove a line when its feature is built.
     "server.workers": lambda value: value == 1,
-    "routing.line.hold": lambda value: value == "auto",
     "redis.url": lambda value: value is None,
 }
 
@@ -360,7 +359,7 @@ class KvAwareConfig:
     tokenization: str = _key("auto", _one_of("auto", "local", "engine", "off"))
     tokenizer: str | None = _key(None, _path())
     token_wait_share: float = _key(0.25, _number(0.0, 1.0))
-    relearn: bool = _key(True, _flag())
+    relearn: bool = _key(False, _flag())
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +367,7 @@ class LineConfig:
     """`[routing.line]`: the held line."""
 
     hold: str = _key("auto", _one_of("auto", "on", "off"))
+    batch_tokens: int = _key(0, _integer(0, 10**9, "tokens"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Metrics:
         self.kv_levels: defaultdict[tuple[str, str], int] = defaultdict(int)  # by backend and the level it came to
         self.reloads: dict[str, int] = {"ok": 0, "failed": 0}
         self.broken_exchanges = 0
+        self.held = 0  # requests that were kept back from a busy engine
         self.access_lines_dropped = 0
         self.spans_dropped = 0
         self.ttft = Histogram(_WAIT_BUCKETS)

@@ -102,6 +102,7 @@ class Frozen:
         self.kv_event_gaps = metrics.kv_event_gaps
         self.reloads = list(metrics.reloads.items())
         self.broken_exchanges = metrics.broken_exchanges
+        self.held = metrics.held
         self.access_lines_dropped = metrics.access_lines_dropped
         self.spans_dropped = metrics.spans_dropped
         self.ttft = _copy(metrics.ttft)
@@ -246,6 +247,11 @@ FAMILIES: Final = (
         "config_reloads_total",
         "Reloads of the configuration by result; a failed one leaves the old one working.",
         lambda c: ((_labels(result=result), n) for result, n in c.reloads),
+    ),
+    _counter(
+        "held_total",
+        "Requests that were held back here from an engine with a batch of work ahead.",
+        lambda c: iter([("", c.held)]),
     ),
     _counter(
         "broken_exchanges_total",

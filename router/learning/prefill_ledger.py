@@ -70,6 +70,10 @@ class PrefillLedger:
         wait = self.pending_s - worked
         return wait if wait > 0.0 else 0.0
 
+    def late_s(self, now: float) -> float:
+        """How much longer than twice its work the oldest attempt takes; below 0 while it does not."""
+        return now - self._since - 2.0 * self._oldest_s if self._waiting else -1.0
+
     def sent(self, attempt: Hashable, work_s: float, kv_tokens: int, now: float, *, silent: bool = False) -> None:
         if attempt in self:
             raise ValueError("this attempt is in the ledger already")

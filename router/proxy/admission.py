@@ -4,6 +4,10 @@ The cap is a true one: a place is taken with the choice of a backend and given b
 last byte. The queue is first in, first out; a waiter whose model has no free backend does not hold up another model's,
 and a model with many waiters does not keep another from waiting: where the queue is full, the youngest of the longest
 line makes room for a model with a shorter one.
+
+The held line: one that could be placed, but whose best backend has a batch of work ahead already, is held here instead
+of there (strategies/held_line.py). It holds up nobody, and of those held the one with the least work goes first, less a
+quarter of the time that it has waited, so that nobody starves.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from router.backends.registry import Pool
 from router.errors import RouterError, queue_full
 
 RETRY_AFTER_MAX_S: Final = 60
+HELD_TRIES: Final = 8  # held ones that are tried at each chance, for each model: the first of their order
+AGEING: Final = 0.25  # seconds of work that a second of waiting makes up for
 MEMORY: Final = 128.0  # places given back, or waiters placed, after which what was measured before counts half
 
 
 class Waiter(Protocol):
     pool: Pool
+    held_s: float | None  # written by try_place: the work for which it is held back from a busy backend; else None
 
     def try_place(self) -> bool:
         """Start an attempt, or end for good; False: it has to wait, perhaps for another `pool` than before. Starts
@@ -74,6 +81,7 @@ class Admission:
         self._max_queue = max_queue
         self._lines: dict[Pool, _Line] = {}
         self._repeats: dict[Waiter, None] = {}
+        self._held: dict[Pool, dict[Waiter, float]] = {}  # by model, since when
         self._ticket = 0
         self._pumping = False
         self._pump_again = False
@@ -106,6 +114,9 @@ class Admission:
         if self.depth >= self._max_queue and not self._make_room(waiter.pool, now):
             waiter.on_rejected(queue_full(self.retry_after_s(waiter.pool, now)))
             return
+        if waiter.held_s is not None:
+            self._hold(waiter, now)
+            return
         self._ticket += 1
         self._put(waiter, self._ticket, now)
 
@@ -120,6 +131,12 @@ class Admission:
         if waiter in self._repeats:
             del self._repeats[waiter]
             self.depth -= 1
+            return
+        held = self._held.get(waiter.pool)
+        if held is not None and held.pop(waiter, None) is not None:
+            self.depth -= 1
+            if not held:
+                del self._held[waiter.pool]
             return
         line = self._lines.get(waiter.pool)
         if line is not None and line.waiters.pop(waiter, None) is not None:
@@ -142,6 +159,16 @@ class Admission:
         if self.depth:
             self._place(now)
 
+    @property
+    def holds(self) -> bool:
+        """Whether somebody is held back from a busy backend."""
+        return bool(self._held)
+
+    def work_done(self, now: float) -> None:
+        """A backend has less work ahead than before: perhaps room for one that is held."""
+        if self._held:
+            self._place(now)
+
     def pump(self, now: float) -> None:
         """Place whoever can be placed, oldest first; tell those who have nothing left to wait for. To be called when
         backends come, go or recover, and after other limits."""
@@ -160,6 +187,7 @@ class Admission:
                 self._place_repeats()
                 fleet_changed, self._fleet_changed = self._fleet_changed, False
                 self._place_oldest_first(now, fleet_changed)
+                self._place_held(now)
         finally:
             self._pumping = False
 
@@ -171,6 +199,8 @@ class Admission:
         queued: dict[str, int] = {}
         for pool, line in self._lines.items():
             queued[pool.model] = queued.get(pool.model, 0) + len(line.waiters)
+        for pool, held in self._held.items():
+            queued[pool.model] = queued.get(pool.model, 0) + len(held)
         for waiter in self._repeats:
             queued[waiter.pool.model] = queued.get(waiter.pool.model, 0) + 1
         return queued
@@ -203,21 +233,48 @@ class Admission:
         line.put(waiter, ticket)
         self.depth += 1
 
+    def _waiting(self, pool: Pool) -> int:
+        line = self._lines.get(pool)
+        return (len(line.waiters) if line is not None else 0) + len(self._held.get(pool, ()))
+
+    def _hold(self, waiter: Waiter, since: float) -> None:
+        self._held.setdefault(waiter.pool, {})[waiter] = since
+        self.depth += 1
+
+    def _place_held(self, now: float) -> None:
+        """The first few of each model, in their order. One that is held again keeps its time."""
+        for pool in list(self._held):
+            held = dict(self._held.get(pool, {}))
+            order = sorted(held, key=lambda waiter: (waiter.held_s or 0.0) - AGEING * (now - held[waiter]))
+            for waiter in order[:HELD_TRIES]:
+                if self._closed or (self.full and pool.candidates):
+                    return
+                if waiter not in self._held.get(pool, {}):
+                    continue  # it left while another was placed
+                self.leave(waiter)
+                if waiter.try_place():
+                    continue
+                if waiter.held_s is not None:
+                    self._hold(waiter, held[waiter])
+                else:  # its backends have no room at all now: it waits for its turn with the others
+                    self._ticket += 1
+                    self._put(waiter, self._ticket, now)
+
     def _make_room(self, pool: Pool, now: float) -> bool:
         """Send the youngest of the longest line away, unless this pool's own is about as long."""
         if not self._max_queue or self.depth > self._max_queue:  # repeats, or a bound that was lowered
             return False
-        own = self._lines.get(pool)
-        length, longest = (len(own.waiters) if own is not None else 0) + 1, None
-        for other, line in self._lines.items():
-            if len(line.waiters) > length:
-                length, longest = len(line.waiters), other
+        length, longest = self._waiting(pool) + 1, None
+        for other in (*self._lines, *self._held):
+            if self._waiting(other) > length:
+                length, longest = self._waiting(other), other
         if longest is None and pool.model:
             # Those whose model nobody has told yet have a line each: however many, they give way to a known one.
             longest = next((other for other in reversed(self._lines) if other.awaited), None)
         if longest is None:
             return False
-        waiter = next(reversed(self._lines[longest].waiters))
+        line = self._lines.get(longest)
+        waiter = next(reversed(line.waiters if line is not None else self._held[longest]))
         error = queue_full(self.retry_after_s(longest, now))
         self.leave(waiter)
         waiter.on_rejected(error)
@@ -259,6 +316,9 @@ class Admission:
             go_on = waiter.try_place()
             if go_on:
                 line.count_placed(now)
+            elif waiter.held_s is not None:
+                go_on = True
+                self._hold(waiter, now)
             else:
                 go_on = waiter.pool is not pool
                 self._put(waiter, ticket, now)

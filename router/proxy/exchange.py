@@ -45,6 +45,7 @@ from router.proxy.prompt_question import PromptQuestion
 from router.proxy.retry import may_repeat
 from router.proxy.services import Services
 from router.proxy.trace import Trace
+from router.strategies.held_line import HeldLine
 from router.strategies.strategy import Choice, End, Outcome, Reason, RoutingRequest
 from router.wire.http_head import (
     RequestHead,
@@ -124,6 +125,8 @@ class Exchange:
         "_tried",
         "_tunnel",
         "_upstream_body",
+        "_was_held",
+        "held_s",
         "pool",
     )
 
@@ -143,6 +146,8 @@ class Exchange:
         self.pool: Pool = services.registry.any_pool()
         self._request: RoutingRequest | None = None  # None in the queue: nobody has told yet that he serves it
         self._fleet_version = -1  # of the registry, when that was so
+        self.held_s: float | None = None
+        self._was_held = False
         self._question: PromptQuestion | None = None  # it waits for the answer before it may be placed
         self._attempt: Attempt | None = None
         self._attempts = 0
@@ -260,6 +265,7 @@ class Exchange:
     # -- placing ------------------------------------------------------------------------------------------------------
 
     def try_place(self) -> bool:
+        self.held_s = None
         try:
             if self._request is None and not self._now_known():
                 return self._phase is DONE
@@ -269,6 +275,8 @@ class Exchange:
                 return False
             choice = self._s.strategy.choose(self._request, candidates) if candidates else None
             if choice is not None:
+                if self._s.line is not None and not self._attempts and self._is_held(self._s.line, choice):
+                    return False
                 self._start_attempt(choice)
             elif worth_waiting(self.pool, self._tried):
                 return False
@@ -276,6 +284,18 @@ class Exchange:
                 self._give_up()
         except Exception:  # often called from the end of another exchange, which is not to blame
             self.on_broken()
+        return True
+
+    def _is_held(self, line: HeldLine, choice: Choice) -> bool:
+        """Whether the request is kept here, since its best backend has enough to do."""
+        over_s = line.over_s(choice)
+        if over_s <= 0.0:
+            return False
+        self.held_s = choice.uncached_s
+        if not self._was_held:
+            self._was_held = True
+            self._s.metrics.held += 1
+        self._s.wake_held(over_s)
         return True
 
     def _now_known(self) -> bool:
@@ -461,6 +481,7 @@ class Exchange:
         choice = attempt.choice
         s.passive_health.answered(choice.backend, answer.status)
         attempt.strategy.first_byte(choice)
+        s.admission.work_done(now)
         s.metrics.ttft.observe(now - self._started_at)
         counts = s.metrics.by_backend[choice.backend.name]
         counts.ttft_count += 1

@@ -8,11 +8,11 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from router.backends.backend import Backend
 from router.backends.registry import Registry
-from router.clock import Clock
+from router.clock import Clock, TimerHandle
 from router.l2.answers import L2Answer, Lookup
 from router.metrics import Metrics
 from router.net.exchange_api import Connector
@@ -22,6 +22,7 @@ from router.proxy.api_keys import ApiKeys
 from router.proxy.decisions import Decisions
 from router.proxy.retry import RetryBudget
 from router.proxy.trace import Tracer
+from router.strategies.held_line import HeldLine
 from router.strategies.strategy import Need, Strategy, TokenStrategy
 from router.tokens.answers import Answer
 from router.tokens.tokens import Question
@@ -29,6 +30,9 @@ from router.tokens.tokens import Question
 if TYPE_CHECKING:
     from router.proxy.access_log import AccessLine
     from router.proxy.exchange import Exchange
+
+
+WAKE_LEAST_S: Final = 0.005  # between two looks at those who are held
 
 
 class PassiveHealth(Protocol):
@@ -129,6 +133,7 @@ class Services:
     api_keys: ApiKeys | None = None  # None: open
     tracer: Tracer | None = None
     tokens: TokenSource | None = None  # None: nobody counts them
+    line: HeldLine | None = None  # None: nobody is held back from a busy backend
     l2: L2Source | None = None  # None: there is none, or nobody asks
     decisions: Decisions = field(default_factory=Decisions)
     date: HttpDate = field(default_factory=HttpDate)
@@ -141,6 +146,7 @@ class Services:
     token_strategy: TokenStrategy | None = field(init=False)
     _id_prefix: bytes = field(default_factory=lambda: os.urandom(8).hex().encode())
     _id_count: int = 0
+    _wake: TimerHandle | None = None
 
     def __post_init__(self) -> None:
         self.now = self.clock.now  # asked ten times a request
@@ -152,6 +158,15 @@ class Services:
         self.need_prefix = Need.PREFIX_BLOCKS in strategy.needs
         self.need_session = Need.SESSION_KEY in strategy.needs
         self.token_strategy = cast(TokenStrategy, strategy) if Need.TOKENS in strategy.needs else None
+
+    def wake_held(self, delay_s: float) -> None:
+        """Somebody is held until a backend has less to do, in so many seconds if all goes as it is expected."""
+        if self._wake is None:
+            self._wake = self.clock.call_later(max(delay_s, WAKE_LEAST_S), self._wake_now)
+
+    def _wake_now(self) -> None:
+        self._wake = None
+        self.admission.work_done(self.now())
 
     def next_request_id(self) -> bytes:
         self._id_count += 1

@@ -10,6 +10,7 @@ from router.backends.backend import Backend
 from router.clock import Clock
 from router.index.kv_holdings import KvHoldings
 from router.learning.standing import Level
+from router.strategies.held_line import HeldLine
 from router.strategies.kv_aware import KvAware
 from router.strategies.least_load import LeastLoad
 from router.strategies.prefix_affinity import PrefixAffinity, PrefixMirror
@@ -59,6 +60,13 @@ def _kv_aware(deps: Dependencies) -> KvAware:
         level_changed=deps.level_changed,
         untold=deps.untold,
     )
+
+
+def held_line(deps: Dependencies, strategy: Strategy, batch_tokens: int) -> HeldLine | None:
+    """For a strategy that prices its choices in seconds; None for others."""
+    if deps.placement is None or not isinstance(strategy, PrefixAffinity | KvAware):
+        return None
+    return HeldLine(deps.clock, deps.placement, batch_tokens)
 
 
 FACTORIES: dict[str, Callable[[Dependencies], Strategy]] = {

@@ -80,10 +80,11 @@ class Answer:
 class Traffic:
     """`run` plays the schedule and then waits until everybody has gone."""
 
-    def __init__(self, seed: int, strategy: str) -> None:
+    def __init__(self, seed: int, strategy: str, *, hold_batch_tokens: int = 0) -> None:
         self.rng = rng = Random(seed)
         rules = Rules(
             strategy=strategy,
+            hold_batch_tokens=hold_batch_tokens,
             max_in_flight=rng.choice((0, 0, 6, 15)),
             max_in_flight_per_backend=rng.choice((0, 0, 2, 5)),
             max_queue=rng.choice((3, 20, 200)),

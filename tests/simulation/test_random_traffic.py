@@ -21,6 +21,15 @@ def test_every_schedule_keeps_the_promises_and_leaves_nothing_behind(seed: int, 
     assert traffic.whole_answers >= traffic.world.begun / 8, "too little went through for this to mean anything"
 
 
+@pytest.mark.parametrize("strategy", ["prefixaware", "kvaware"])
+@pytest.mark.parametrize("seed", range(300, 304))
+def test_a_held_line_loses_and_forgets_nobody(seed: int, strategy: str) -> None:
+    traffic = Traffic(seed, strategy, hold_batch_tokens=1)
+    traffic.run(EXCHANGES)
+    assert traffic.whole_answers >= traffic.world.begun / 8
+    assert traffic.world.metrics.held, "nobody was held"
+
+
 @pytest.mark.parametrize("strategy", FACTORIES)
 @pytest.mark.parametrize("seed", range(100, 102))
 def test_a_drain_in_mid_traffic_ends_everything_once(seed: int, strategy: str) -> None:

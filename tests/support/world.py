@@ -31,7 +31,7 @@ from router.proxy.attempt import HELD_LIMIT_BYTES
 from router.proxy.exchange import Exchange
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
-from router.strategies.registry import Dependencies, build
+from router.strategies.registry import Dependencies, build, held_line
 from router.strategies.strategy import Choice, Explanation, Outcome, RoutingRequest, Strategy
 from router.tokens.answers import Answer, NoTokens, Why
 from router.tokens.tokens import Question
@@ -78,6 +78,7 @@ class Rules:
     max_body_bytes: int = 1 << 20
     session_headers: tuple[bytes, ...] = (b"x-session-id",)
     metrics_on_data_port: bool = True
+    hold_batch_tokens: int = 0  # of the held line; 0: none
     health: HealthSettings = HealthSettings()
 
 
@@ -308,17 +309,14 @@ class World:
         self.metrics = Metrics()
         self.registry = Registry(self.clock)
         self.index = PrefixTree(16 << 20)
-        real = build(
-            rules.strategy,
-            None,
-            Dependencies(
-                clock=self.clock,
-                rng=Random(seed + 1),
-                mirror=self.index,
-                block_bytes=64,
-                assumed_kv_tokens=4096,
-            ),
+        parts = Dependencies(
+            clock=self.clock,
+            rng=Random(seed + 1),
+            mirror=self.index,
+            block_bytes=64,
+            assumed_kv_tokens=4096,
         )
+        real = build(rules.strategy, None, parts)
         self.strategy = WatchedStrategy(self, real)
         self.pool = UpstreamPool(self.clock, rules.upstream_keepalive_s, rules.max_header_bytes)
         self.ejector = Ejector(self.registry, self.clock, rules.health)
@@ -354,6 +352,8 @@ class World:
             version_body=b'{"version":"0"}',
             ask_models=self.ask_models,
         )
+        if rules.hold_batch_tokens:
+            self.services.line = held_line(parts, real, rules.hold_batch_tokens)
         self.registry.subscribe(self._on_fleet_event)  # after the ejector, as app.Gateway does
         self.ejector.on_silent = self._repeat_elsewhere
         self.connections: set[Downstream] = set()

@@ -133,6 +133,7 @@ REJECTED = {
     "routing.kvaware.tokenization": ['"on"', "true"],
     "routing.kvaware.tokenizer": ["1", '""', '"/nowhere"'],
     "routing.kvaware.token_wait_share": ["-0.1", "1.1", "true", '"1"'],
+    "routing.line.batch_tokens": ["-1", "1.5", '"2048"'],
     "routing.kvaware.relearn": ["1", '"true"'],
     "routing.line.hold": ["true", '"yes"'],
     "kv_cache.l2": [
@@ -506,7 +507,6 @@ def test_engines_may_be_asked_without_the_extra(monkeypatch):
 
 NOT_YET = {
     "server.workers": "[server]\nworkers = 2",
-    "routing.line.hold": '[routing.line]\nhold = "on"',
     "redis.url": '[redis]\nurl = "redis://a:1/0"',
 }
 DEFAULTS_GIVEN = """

@@ -8,7 +8,7 @@ from router.backends.backend import State
 from router.backends.registry import Pool, Registry
 from router.clock import VirtualClock
 from router.errors import RouterError
-from router.proxy.admission import Admission
+from router.proxy.admission import HELD_TRIES, Admission
 
 REGISTRY = Registry(VirtualClock())
 for _name, _models in (("e0", ["m"]), ("e1", ["other"]), ("e2", ["third"])):
@@ -25,10 +25,13 @@ class Waiting:
         self.name = name
         self.pool = pool
         self.room = True
+        self.held_s: float | None = None
+        self.busy_s: float | None = None  # the work for which it is held; None: its backend has time for it
         self.error: RouterError | None = None
 
     def try_place(self) -> bool:
-        if not self.room:
+        self.held_s = self.busy_s if self.room else None
+        if not self.room or self.held_s is not None:
             return False
         self.desk.admission.taken(self.desk.now)
         self.desk.placed.append(self.name)
@@ -408,3 +411,116 @@ def test_those_whose_model_nobody_has_told_yet_give_way_to_a_known_one() -> None
     assert another.error is not None
     desk.release()
     assert desk.placed == ["runs", "known"]
+
+
+# --- the held line
+
+
+def held(desk: Desk, name: str, work_s: float, pool: Pool = POOL) -> Waiting:
+    waiter = desk.waiting(name, pool=pool)
+    waiter.busy_s = work_s
+    desk.admission.enter(waiter, desk.now)
+    return waiter
+
+
+def test_one_that_is_held_waits_and_holds_up_nobody() -> None:
+    desk = Desk()
+    waiter = held(desk, "held", 1.0)
+    desk.enter("free")
+    assert (desk.placed, desk.admission.depth, desk.admission.holds) == (["free"], 1, True)
+    assert desk.admission.queued_by_model() == {"m": 1}
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["free"]
+    waiter.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert (desk.placed, desk.admission.depth, desk.admission.holds) == (["free", "held"], 0, False)
+
+
+def test_of_those_held_the_shortest_goes_first_and_waiting_makes_up_for_length() -> None:
+    desk = Desk()
+    old = held(desk, "long and old", 3.0)
+    desk.now += 10.0  # worth 2.5 s
+    waiters = [old, held(desk, "long", 3.0), held(desk, "short", 0.4), held(desk, "middle", 1.0)]
+    for _ in range(4):
+        desk.admission.work_done(desk.now)
+    assert desk.placed == []
+    for waiter in waiters:
+        waiter.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["short", "long and old", "middle", "long"]
+
+
+def test_one_that_is_held_again_keeps_its_time() -> None:
+    desk = Desk()
+    old = held(desk, "old", 2.0)
+    desk.now += 20.0
+    desk.admission.work_done(desk.now)
+    young = held(desk, "young", 1.0)
+    old.busy_s = young.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["old", "young"]
+
+
+def test_the_held_line_is_bounded_by_the_queue_and_gives_way_to_a_shorter_one() -> None:
+    desk = Desk(max_queue=2)
+    waiters = [held(desk, name, 1.0) for name in "abc"]
+    assert [waiter.error is not None for waiter in waiters] == [False, False, True]
+    other = held(desk, "other", 1.0, OTHER)
+    assert other.error is None
+    assert waiters[1].error is not None  # the youngest of the longest line
+    assert desk.admission.depth == 2
+
+
+def test_one_that_leaves_the_held_line_is_not_placed() -> None:
+    desk = Desk()
+    waiter = held(desk, "gone", 1.0)
+    waiter.busy_s = None
+    desk.admission.leave(waiter)
+    desk.admission.leave(waiter)
+    desk.admission.work_done(desk.now)
+    assert (desk.placed, desk.admission.depth, desk.admission.holds) == ([], 0, False)
+
+
+def test_the_held_keep_to_the_cap_and_to_the_end() -> None:
+    desk = Desk(max_in_flight=1)
+    waiter = held(desk, "held", 1.0)
+    desk.enter("running")
+    waiter.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["running"]
+    desk.release()
+    assert desk.placed == ["running", "held"]
+    second = held(desk, "second", 1.0)
+    second.busy_s = None
+    desk.admission.close()
+    desk.release()
+    assert desk.placed == ["running", "held"]
+
+
+def test_only_the_first_few_are_tried_at_each_chance() -> None:
+    desk = Desk()
+    tried: list[str] = []
+
+    class Counting(Waiting):
+        def try_place(self) -> bool:
+            tried.append(self.name)
+            return super().try_place()
+
+    for number in range(HELD_TRIES + 5):
+        waiter = Counting(desk, str(number), POOL)
+        waiter.busy_s = float(number)
+        desk.admission.enter(waiter, desk.now)
+    tried.clear()
+    desk.admission.work_done(desk.now)
+    assert tried == [str(number) for number in range(HELD_TRIES)]
+
+
+def test_one_held_whose_backends_are_full_waits_with_the_others() -> None:
+    desk = Desk()
+    waiter = held(desk, "held", 1.0)
+    waiter.room = False
+    desk.admission.work_done(desk.now)
+    assert (desk.admission.holds, desk.admission.depth) == (False, 1)
+    waiter.room, waiter.busy_s = True, None
+    desk.admission.pump(desk.now)
+    assert desk.placed == ["held"]
