@@ -90,7 +90,7 @@ class Gateway:
             config.index.kv_memory_limit_bytes,
             config.routing.kvaware.relearn,
             self._use_tokens,
-            _l2_settings(config),
+            L2Settings.of(config.kv_cache),
             self._use_l2,
         )
         self._strategy_parts = Dependencies(
@@ -521,19 +521,6 @@ def _exchange_settings(config: Config) -> ExchangeSettings:
 def _token_settings(config: Config) -> TokensSettings:
     kvaware = config.routing.kvaware
     return TokensSettings(tokenization=kvaware.tokenization, folder=kvaware.tokenizer, folders=config.models.tokenizers)
-
-
-def _l2_settings(config: Config) -> L2Settings | None:
-    store = config.kv_cache
-    if store.l2 is None:
-        return None
-    return L2Settings(
-        store.l2,
-        store.l2_password,
-        store.l2_hash_seed,
-        tls_context=lambda: ssl.create_default_context(cafile=store.l2_tls_ca),  # unlike an engine's: no HTTP
-        time_limit_s=store.l2_time_limit_s,
-    )
 
 
 def _downstream_limits(config: Config) -> DownstreamLimits:

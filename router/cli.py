@@ -116,11 +116,16 @@ def _check(arguments: argparse.Namespace) -> int:
 async def _probe(settings: config.Config) -> list[Probed]:
     from router.backends.probe import probe
     from router.kv_probe import probe_caches
+    from router.l2.probe import probe_store
+    from router.l2.settings import L2Settings
 
     by_events = settings.routing.strategy == "kvaware"
     results = await probe(settings.backends, kv_events=by_events)
     if by_events:
         await probe_caches(settings, results)
+        store = L2Settings.of(settings.kv_cache)
+        if store is not None:
+            results.append(await probe_store(store, results))
     return results
 
 

@@ -78,6 +78,7 @@ class L2:
         self._sampling: TimerHandle | None = None
         self._cursor = b"0"
         self._sample_s = settings.sample_first_s
+        self.looked = False  # a whole look at the keys is over, since the last connection
         self._refusal = ""  # the kind of error that commands are answered with
         self._sampled: defaultdict[str, int] = defaultdict(int)
         self.answers: defaultdict[str, int] = defaultdict(int)  # by Why
@@ -360,6 +361,7 @@ class L2:
 
     def _connected(self) -> None:
         self._remembered.clear()  # it may be another server
+        self.looked = False
         self._cursor = b"0"
         self._sample_s = self._settings.sample_first_s
         self._sample()
@@ -395,6 +397,7 @@ class L2:
             self._sample_later()
 
     def _sample_later(self) -> None:
+        self.looked = True
         if all(self._seen(model) for model in self._models.values()):
             self._sample_s = self._settings.sample_every_s
         delay_s, self._sample_s = self._sample_s, min(self._sample_s * 2, self._settings.sample_every_s)
@@ -434,7 +437,11 @@ class L2:
         form = self._form(model)
         if form is None:
             if self._sampled.get(Unread.OTHER.value) and not self._forms:
-                return {"state": "no keys", "detail": "the store holds keys, but none of a form that is known"}
+                return {
+                    "state": "no keys",
+                    "detail": "the store holds keys, but none of a form that is known",
+                    "cure": "is it the store and the database that LMCache writes to?",
+                }
             return {"state": "no keys", "detail": f"no key of {' or '.join(model.names)} was seen"}
         state: dict[str, Any] = {"state": "learning", "detail": "", "layouts": len(form.layouts)}
         variant = form.variant
@@ -446,9 +453,11 @@ class L2:
                 "chunk_tokens": variant.chunk_tokens,
             }
         if blake3_missing() and any(layout.form is Form.MULTI_PROCESS for layout in form.layouts):
-            state["detail"] = "its default hash needs blake3, of kvgate[lmcache], which is not installed"
+            state["detail"] = "the hashes of its keys are by default blake3, which is not installed here"
+            state["cure"] = "pip install 'kvgate[lmcache]'"
         elif form.probes >= UNSUCCESSFUL_PROBES:
-            state["detail"] = "no prompt was found: set kv_cache.l2_hash_seed to the engines' PYTHONHASHSEED"
+            state["detail"] = "no prompt was found under any name that is known"
+            state["cure"] = "set PYTHONHASHSEED for all engines, and kv_cache.l2_hash_seed to it"
         return state
 
     def figures(self) -> L2Figures:

@@ -1,7 +1,7 @@
 """RESP2, the protocol of Redis and Valkey: commands to bytes, bytes to replies. No I/O.
 
 Written out because a question is one write of up to some hundred EXISTS and one read of as many `:1`: the client
-library spends 5 us per command on that, on the event loop (this: 1.5 us for both ways).
+library took 20 us of the event loop for each of 128 keys on that, router/l2 as a whole takes 5 us.
 """
 
 from __future__ import annotations

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import unquote, urlsplit
+
+from router.config import KvCacheConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,19 @@ class L2Settings:
     sample_every_s: float = 60.0
     sample_keys: int = 1000  # of one look
     model_limit: int = 64  # that are followed
+
+    @classmethod
+    def of(cls, store: KvCacheConfig) -> L2Settings | None:
+        """None: no store is configured."""
+        if store.l2 is None:
+            return None
+        return cls(
+            store.l2,
+            store.l2_password,
+            store.l2_hash_seed,
+            tls_context=partial(ssl.create_default_context, cafile=store.l2_tls_ca),
+            time_limit_s=store.l2_time_limit_s,
+        )
 
     @property
     def address(self) -> tuple[str, int]:

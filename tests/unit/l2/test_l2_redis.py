@@ -220,7 +220,7 @@ async def test_hashes_that_are_never_found_are_told_with_their_cure_and_asked_fo
         await r.ready()
         for seed in range(UNSUCCESSFUL_PROBES + 32):
             assert await r.ask(prompt(256, seed=seed)) == L2Answer(None, Why.LEARNING)
-        assert "l2_hash_seed" in str(r.model_state()["detail"])
+        assert "l2_hash_seed" in str(r.model_state()["cure"])
         assert [record.levelno for record in caplog.records if "l2_hash_seed" in record.message] == [logging.WARNING]
         form = r.l2._forms[ROOT]
         assert form.probes == UNSUCCESSFUL_PROBES + 2
@@ -235,7 +235,7 @@ async def test_without_blake3_the_state_says_what_is_missing(
     with rig(server.url) as r:
         await r.ready()
         assert await r.ask(ids) == L2Answer(None, Why.LEARNING)
-        assert "blake3" in str(r.model_state()["detail"])
+        assert "kvgate[lmcache]" in str(r.model_state()["cure"])
 
 
 async def test_keys_of_others_are_counted_and_named_as_such(server: RedisServer) -> None:
