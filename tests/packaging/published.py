@@ -84,7 +84,7 @@ def test_the_wheel_tells_its_licence_and_extras(wheel):
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"tokenizers", "otel"}
+    assert set(metadata.get_all("Provides-Extra")) == {"tokenizers", "otel", "lmcache"}
 
 
 def test_the_source_archive_holds_sources_and_no_generated_c(in_archive):

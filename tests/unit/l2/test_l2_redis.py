@@ -452,6 +452,18 @@ async def test_a_server_of_another_kind_is_left(said: bytes) -> None:
     server.close()
 
 
+async def test_a_server_that_accepts_and_says_nothing_is_given_up() -> None:
+    server, store, url = await scripted(lambda words: None)
+    with rig(url) as r:
+        await until(lambda: store.heard == [[b"PING"]])
+        assert r.lookup(prompt(256)).answer == L2Answer(None, Why.AWAY)
+        r.clock.advance(r.settings.stall_s)
+        assert (r.l2.state()["store"], r.l2.state()["detail"]) == ("away", "no answer for 1 s")
+        r.clock.advance(r.settings.first_retry_s)
+        await until(lambda: len(store.heard) == 2)
+    server.close()
+
+
 @pytest.mark.parametrize("reply", [b":2\r\n", b"$1\r\n1\r\n", b"-MOVED 1 10.0.0.1:6379\r\n", b"*0\r\n", b"$-1\r\n"])
 async def test_an_answer_that_is_no_word_on_a_key_is_none(reply: bytes) -> None:
     server, _store, url = await scripted(lambda words: reply if words[0] == b"EXISTS" else only_hello(words))
