@@ -21,8 +21,8 @@ from typing import Any, Final
 import xxhash
 
 VLLM_SEED: Final = "vllm-none-hash"
-MEMORY_LIMIT: Final = 32_768  # chunks whose hash is remembered, about 200 bytes each
-_CBOR_LIMIT: Final = 131_072  # token ids whose encoding is remembered, about 140 bytes each
+MEMORY_LIMIT: Final = 32_768  # chunks whose hash is remembered, about 240 bytes each
+_CBOR_LIMIT: Final = 131_072  # token ids whose encoding is remembered, about 110 bytes each
 
 Hash = int | bytes
 

@@ -27,7 +27,7 @@ class L2Settings:
     longest_retry_s: float = 30.0
     max_chunks: int = 512  # of one prompt: 131,072 tokens in LMCache's chunks of 256
     open_keys_limit: int = 8192  # asked for and not answered
-    remembered_limit: int = 32_768  # keys, about 300 bytes each
+    remembered_limit: int = 32_768  # keys, about 220 bytes each
     present_age_s: float = 20.0  # for how long a key counts as there
     absent_age_s: float = 1.0  # and as not there: engines write all the time
     sample_first_s: float = 1.0  # between looks at the keys while none of a model that is served was seen
