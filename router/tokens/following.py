@@ -54,8 +54,7 @@ class FleetTokens:
 
     def _fleet_changed(self, event: FleetEvent) -> None:
         if isinstance(event, ModelsChanged):
-            names = event.gained | event.lost
-            for model in names or event.backend.models:  # none: a field of some entry is another, perhaps a root
+            for model in event.gained | event.lost | event.backend.models.keys():  # also one whose root is another
                 self._learn(model)
         elif isinstance(event, BackendRemoved):
             self.tokens.left(event.backend)
