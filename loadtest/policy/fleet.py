@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from loadtest.policy.workload import Arrival, Workload
 from router.clock import VirtualClock
+from router.sim.block_pool import PoolEvent
 from router.sim.engine_model import EngineConfig, EngineModel, EngineRequest
 
 METRICS_AGE_S: Final = 0.25  # between two looks at the engines' metrics
@@ -48,8 +49,8 @@ class Engine:
         "version",
     )
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.model = EngineModel(config)
+    def __init__(self, config: EngineConfig, *, emit_events: bool = False) -> None:
+        self.model = EngineModel(config, emit_events=emit_events)
         self.open = False  # a step is under way
         self.began_at = self.duration_s = 0.0
         self.steps = 1
@@ -80,6 +81,10 @@ class Policy(Protocol):
 
     def joined(self, engine: int) -> None:
         """This engine takes requests from now on; those that do from the start are not told of."""
+        ...
+
+    def told(self, engine: int, events: list[PoolEvent]) -> None:
+        """What an engine publishes at the end of a step, where it publishes anything."""
         ...
 
 
@@ -235,7 +240,11 @@ class Run:
     def _step_ended(self, engine: Engine, index: int, at: float, measured: Measured) -> None:
         policy = self._policy
         first_counted = self._workload.first_counted
-        for request, new_tokens, finish in engine.model.complete(at, engine.steps):
+        ended = engine.model.complete(at, engine.steps)
+        events = engine.model.take_events()
+        if events:
+            policy.told(index, events)
+        for request, new_tokens, finish in ended:
             if finish is None and request.generated != new_tokens:
                 continue
             job: Job = request.payload

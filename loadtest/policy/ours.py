@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from loadtest.policy.events import Told
 from loadtest.policy.exact_mirror import ExactMirror
 from loadtest.policy.fleet import Fleet, Job
 from loadtest.policy.workload import BYTES_PER_TOKEN
 from router.backends.backend import Backend, EngineReport, State
 from router.index.prefix_index import build_index
+from router.sim.block_pool import PoolEvent
 from router.strategies.registry import FACTORIES, Dependencies, build
 from router.strategies.strategy import Choice, End, Outcome, RoutingRequest
 
@@ -16,6 +18,7 @@ MODEL: Final = "model"
 MEMORY_BYTES: Final = 1 << 30
 ASSUMED_KV_TOKENS: Final = 500_000  # [index] assumed_kv_tokens
 EXACT: Final = "prefixaware, exact"  # its placement on the engines' own caches instead of the mirror
+TOLD: Final = ("kvaware",)  # they follow the engines' events
 NAMES: Final = (*FACTORIES, EXACT)
 
 
@@ -31,12 +34,14 @@ class Ours:
         ]
         self._number = {backend: number for number, backend in enumerate(self._backends)}
         self._exact = ExactMirror(fleet) if name == EXACT else None
+        self._told = Told(fleet) if name in TOLD else None
         self._deps = Dependencies(
             clock=fleet.clock,
             rng=fleet.rng,
             mirror=self._exact or build_index("native", MEMORY_BYTES),
             block_bytes=fleet.block_tokens * BYTES_PER_TOKEN,
             assumed_kv_tokens=ASSUMED_KV_TOKENS,
+            holdings=self._told.holdings if self._told is not None else None,
         )
         self._strategy = build("prefixaware" if name == EXACT else name, None, self._deps)
         self._speed_error = speed_error
@@ -50,6 +55,8 @@ class Ours:
         if self._exact is not None:
             self._exact.joins = number
         self._strategy.joined(backend)
+        if self._told is not None:
+            self._told.follow(number, backend)
         self._candidates = (*self._candidates, backend)
 
     def route(self, job: Job) -> int:
@@ -65,6 +72,8 @@ class Ours:
         )
         if self._exact is not None:
             self._exact.current = arrival
+        if self._told is not None:
+            request.take_ids(self._told.ids_of(arrival), None)
         choice = self._strategy.choose(request, self._candidates)
         assert choice is not None
         choice.backend.in_flight += 1
@@ -100,6 +109,10 @@ class Ours:
 
     def joined(self, engine: int) -> None:
         self._join(engine, self._backends[engine])
+
+    def told(self, engine: int, events: list[PoolEvent]) -> None:
+        if self._told is not None:
+            self._told.hear(engine, events)
 
     def _report(self, number: int, backend: Backend) -> None:
         """What the engine's /metrics would say now, through the names that vLLM exports."""

@@ -15,6 +15,7 @@ import xxhash
 
 from loadtest.policy.fleet import Fleet, Job
 from router.index.prefix_index import PrefixTree
+from router.sim.block_pool import PoolEvent
 
 INDEX_MEMORY_BYTES: Final = 1 << 30  # never the bound here: the policies have their own
 
@@ -53,6 +54,9 @@ class Peer(ABC):
         self.outstanding[engine] += 1
         self.active_tokens[engine] += job.arrival.prompt_tokens
         return engine
+
+    def told(self, engine: int, events: list[PoolEvent]) -> None:
+        return  # those whose description says exact look into the caches themselves
 
     def first_token(self, job: Job) -> None:
         engine = job.engine

@@ -9,7 +9,7 @@ from random import Random
 from typing import Final
 
 from loadtest.policy.fleet import METRICS_AGE_S, Engine, Fleet, Measured, Policy, Run
-from loadtest.policy.ours import NAMES, Ours
+from loadtest.policy.ours import NAMES, TOLD, Ours
 from loadtest.policy.peers import PEERS, Peer
 from loadtest.policy.setups import RATES, SetUp
 from loadtest.policy.workload import Workload
@@ -86,7 +86,8 @@ def run(
     """`rate`: requests per second, the set-up's own unless given. KeyError for an unknown policy."""
     clock = VirtualClock(0.0)
     config = set_up.engine_config()
-    engines = [Engine(config) for _ in range(set_up.engines)]
+    events = policy_name in TOLD
+    engines = [Engine(config, emit_events=events) for _ in range(set_up.engines)]
     if scenario.slow_half != 1.0:
         part = scenario.slow_half
         slow = replace(
@@ -96,7 +97,9 @@ def run(
             decode_s=config.decode_s / part,
             decode_seq_s=config.decode_seq_s / part,
         )
-        engines[set_up.engines // 2 :] = [Engine(slow) for _ in range(set_up.engines - set_up.engines // 2)]
+        engines[set_up.engines // 2 :] = [
+            Engine(slow, emit_events=events) for _ in range(set_up.engines - set_up.engines // 2)
+        ]
     fleet = Fleet(engines, clock, Random(f"{seed}/policy"), workload.block_tokens)
     join_at = None
     if scenario.join_at is not None:

@@ -35,7 +35,7 @@ class Arrival:
         self.prompt_tokens = source.prompt_tokens
         self.output_tokens = source.output_tokens
         self.ids = ids  # of the full blocks
-        self.blocks = BlockHashes.from_list([_hash(block) for block in ids])
+        self.blocks = BlockHashes.from_list([mixed(block) for block in ids])
         self.session = session
         self.follows = -1
         self.gap_s = 0.0
@@ -170,7 +170,7 @@ def _common(requests: Sequence[TraceRequest], session: bool) -> set[int]:
     return {block for block, count in uses.items() if count >= SHARED_USES}
 
 
-def _hash(block: int) -> int:
+def mixed(block: int) -> int:
     """64 well mixed bits of a block's number (splitmix64): the ids of a trace are small and dense."""
     mixed = (block + 0x9E3779B97F4A7C15) & _MIX
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MIX
