@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from router.backends.backend import Backend, State
-from router.backends.cures import CACHING_OFF, NO_CACHED_TOKENS
+from router.backends.cures import CACHING_OFF, EVENTS_CONTRADICTED, NO_CACHED_TOKENS, SAME_BLOCK_SIZE
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, StateChanged
 from router.proxy.services import Services
 
@@ -78,6 +78,7 @@ class BackendView:
         now = self._services.clock.now()
         known = self._known.get(backend) or _Known(now)  # it has left the fleet
         learned = dict(self._services.strategy.known_of(backend))
+        events = dict(self._kv_events(backend))
         index = None
         if "index_blocks" in learned:
             index = {"blocks": learned.pop("index_blocks"), "capacity_blocks": learned.pop("index_capacity_blocks")}
@@ -110,19 +111,37 @@ class BackendView:
             "hits": dict(self._hit_accounting(backend)),
             "learned": learned,
             "index": index,
-            "kv_events": dict(self._kv_events(backend)),
-            "lacks": _lacks(backend, learned),
+            "kv_events": events,
+            "lacks": self._lacks(backend, learned, events),
         }
 
+    def _lacks(self, backend: Backend, learned: Mapping[str, object], events: Mapping[str, object]) -> list[str]:
+        """Preconditions of placing by its cache that it does not meet, each with what cures it."""
+        lacks = []
+        if backend.report.prefix_caching is False:
+            lacks.append(CACHING_OFF)
+        if learned.get("reports_cached_tokens") is False:
+            lacks.append(NO_CACHED_TOKENS)
+        if events.get("state") == "live" and learned.get("placed_by") in ("mirror", "load"):
+            lacks.append(EVENTS_CONTRADICTED)
+        other = self._of_another_block_size(backend)
+        if other is not None:
+            size, its = backend.report.block_size_tokens, other.report.block_size_tokens
+            lacks.append(
+                (f"block size {size} tokens, while {other.name} has {its} for the same model", SAME_BLOCK_SIZE)
+            )
+        return [f"{problem}; {cure}" for problem, cure in lacks]
 
-def _lacks(backend: Backend, learned: Mapping[str, object]) -> list[str]:
-    """Preconditions of placing by its cache that it does not meet, each with what cures it."""
-    lacks = []
-    if backend.report.prefix_caching is False:
-        lacks.append(CACHING_OFF)
-    if learned.get("reports_cached_tokens") is False:
-        lacks.append(NO_CACHED_TOKENS)
-    return [f"{problem}; {cure}" for problem, cure in lacks]
+    def _of_another_block_size(self, backend: Backend) -> Backend | None:
+        """The first of those that serve one of its models in blocks of another size; only the later one is told so."""
+        size = backend.report.block_size_tokens
+        for other in self._services.registry.backends:
+            if other is backend or size is None:
+                return None
+            its = other.report.block_size_tokens
+            if its is not None and its != size and not other.models.keys().isdisjoint(backend.models):
+                return other
+        return None
 
 
 def _why(backend: Backend) -> str:

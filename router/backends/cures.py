@@ -10,3 +10,8 @@ PUBLISH_EVENTS: Final = (
     """start it with --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", """
     """"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'"""
 )
+EVENTS_CONTRADICTED: Final = (
+    "its answers contradict its KV events, so these place no requests",
+    "does something between it and the gateway change prompts, or publish at the same endpoint?",
+)
+SAME_BLOCK_SIZE: Final = "start both with the same --block-size"

@@ -17,7 +17,7 @@ import orjson
 
 from router.backends import vllm_metrics
 from router.backends.backend import EngineReport
-from router.backends.cures import CACHING_OFF, NO_CACHED_TOKENS, PUBLISH_EVENTS
+from router.backends.cures import CACHING_OFF, NO_CACHED_TOKENS, PUBLISH_EVENTS, SAME_BLOCK_SIZE
 from router.backends.models import BadModels, read_models
 from router.config import BackendConfig
 from router.tls import client_context
@@ -300,5 +300,5 @@ def _compare_block_sizes(results: Iterable[Probed]) -> None:
                     f"block size {result.block_size_tokens} tokens, while {first.name} has {first.block_size_tokens} "
                     f"for model {model}"
                 )
-                result.findings.append(Finding(result.name, problem, "start both with the same --block-size"))
+                result.findings.append(Finding(result.name, problem, SAME_BLOCK_SIZE))
                 break

@@ -559,3 +559,17 @@ async def test_stop_frees_the_port_at_once_and_lets_go_of_the_fleet() -> None:
         with pytest.raises(OSError, match="Connect call failed"):
             await asyncio.open_connection("127.0.0.1", admin.port)
         await admin.server.stop()
+
+
+async def test_what_an_engine_lacks_is_named_with_its_cure() -> None:
+    async with running("kvaware") as admin:
+        first, second = (admin.registry.add(name, f"http://{name}", models=["m"]) for name in "ab")
+        first.report = EngineReport(at=0.0, block_size_tokens=16, prefix_caching=False)
+        second.report = EngineReport(at=0.0, block_size_tokens=32, prefix_caching=True)
+        told = {
+            backend["name"]: backend["lacks"] for backend in (await admin.ask("GET", "/backends")).json()["backends"]
+        }
+        assert told["a"] == ["prefix caching is off; start it with --enable-prefix-caching"]
+        assert told["b"] == [
+            "block size 32 tokens, while a has 16 for the same model; start both with the same --block-size"
+        ]
