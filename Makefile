@@ -21,7 +21,7 @@ PUBLISHED := $(BUILD_INPUTS) MANIFEST.in README.md LICENSE CHANGELOG.md config.e
 	$(shell find router native -type f ! -name '*.so' ! -name '*.c' ! -path '*/__pycache__/*')
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize container package test-clients test-vllm bench policy-bench clean
+.PHONY: demo test check sanitize container package test-clients test-vllm compare-vllm bench policy-bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvgate demo $(ARGS)
@@ -57,6 +57,10 @@ test-clients: $(CLIENTS_READY)
 
 test-vllm: $(TEST_READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/vllm/run $(ARGS)
+
+# Strategies and an sglang-style placement on two real vLLM engines on the CPU, in turn; 40 minutes with its defaults.
+compare-vllm: $(TEST_READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" loadtest/compare-vllm $(ARGS)
 
 bench: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" loadtest/bench/run $(ARGS)

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +25,18 @@ import uvloop
 
 from loadtest.replay.__main__ import announce, raise_file_limit, until_told
 from loadtest.replay.bodies import read_body
+from loadtest.replay.cache_aware import CacheAware
 from loadtest.replay.engine_counters import ScrapeFailed
-from loadtest.replay.options import add_trace_flags, urls, whole
+from loadtest.replay.options import add_trace_flags, positive, urls, whole
 from loadtest.replay.progress import Progress
-from loadtest.replay.replay import Settings, new_salt, replay
+from loadtest.replay.replay import Settings, measure_rate, new_salt, replay
 from loadtest.replay.report import Report, milliseconds, percent
 from loadtest.replay.target import TargetFailed
 from loadtest.replay.trace import Trace, TraceError, load_trace
 from router.sim.demo_processes import Child, ChildFailed, ProcessTree
 
 STRATEGIES: Final = ("roundrobin", "leastload", "session", "prefixaware", "kvaware")
+CACHE_AWARE: Final = "sglang"  # no strategy of a gateway: cache_aware.py
 SIM_BLOCK_TOKENS: Final = 16
 GATEWAY_CONFIG: Final = """
 [server]
@@ -49,7 +52,17 @@ access = false
 READY_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
 MAX_ANSWER_BYTES: Final = 16 << 20
-HEADINGS: Final = ("strategy", "hit ratio", "TTFT mean", "TTFT p50", "TTFT p99", "E2E p50", "imbalance", "failed")
+HEADINGS: Final = (
+    "strategy",
+    "hit ratio",
+    "TTFT mean",
+    "TTFT p50",
+    "TTFT p90",
+    "TTFT p99",
+    "E2E p50",
+    "imbalance",
+    "failed",
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,6 +70,15 @@ def make_parser() -> argparse.ArgumentParser:
     add_trace_flags(parser)
     parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, metavar="S,...")
     parser.add_argument("--rounds", type=whole(1, 100), default=1, metavar="N", help="all strategies N times in turn")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's, for kvaware; default: engines are asked")
+    parser.add_argument(
+        "--share-of-closed",
+        type=positive,
+        metavar="X",
+        help="instead of --speed: so much of the rate that --clients reach who wait for each answer, measured first",
+    )
+    parser.add_argument("--clients", type=whole(1, 10_000), default=20, metavar="N", help="default: 20")
+    parser.add_argument("--measure-s", type=positive, default=60.0, metavar="S", help="for how long; default: 60")
     parser.add_argument("--engines", type=urls, default=(), metavar="URL,...", help="yours; default: simulated ones")
     parser.add_argument("--sims", type=whole(1, 64), default=4, metavar="N", help="simulated engines; default: 4")
     parser.add_argument(
@@ -94,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if arguments.json != "-":
         print(table(reports))
+        if told := ratios(reports):
+            print(f"\n{told}")
     if arguments.json is not None:
         text = json.dumps({name: [report.as_json() for report in rounds] for name, rounds in reports.items()}, indent=2)
         if arguments.json == "-":
@@ -106,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _strategies(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(STRATEGIES)}")
+        if name not in (*STRATEGIES, CACHE_AWARE):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join((*STRATEGIES, CACHE_AWARE))}")
     return names
 
 
@@ -116,20 +140,48 @@ async def _compare(trace: Trace, arguments: argparse.Namespace, stop: asyncio.Ev
     reports: dict[str, list[Report]] = {}
     async with ProcessTree() as tree, aiohttp.ClientSession() as session:
         engines = arguments.engines or await _start_sims(tree, arguments)
+        if arguments.share_of_closed is not None:
+            arguments.speed = await _measured_speed(tree, session, trace, arguments, engines)
         for number in range(arguments.rounds):
             for strategy in arguments.strategies:
                 if stop.is_set():
                     return reports
                 if not arguments.engines:
                     await asyncio.gather(*(_empty(session, engine) for engine in engines))
-                gateway = await _start_gateway(tree, session, strategy, engines)
+                gateway = None
+                if strategy != CACHE_AWARE:
+                    gateway = await _start_gateway(tree, session, strategy, engines, arguments.tokenizer)
                 label = strategy if arguments.rounds == 1 else f"{strategy} {number + 1}"
-                settings = _settings(arguments, gateway.url, engines)
+                settings = _settings(arguments, gateway.url if gateway is not None else engines[0], engines)
+                if gateway is None:
+                    settings = replace(settings, straight=CacheAware(engines))
                 report = await replay(trace, settings, Progress(sys.stderr, label), stop)
                 reports.setdefault(strategy, []).append(report)
                 sys.stderr.write(f"\n---- {label}\n{report.as_text()}\n")
-                await tree.stop(gateway)
+                if gateway is not None:
+                    await tree.stop(gateway)
     return reports
+
+
+async def _measured_speed(
+    tree: ProcessTree,
+    session: aiohttp.ClientSession,
+    trace: Trace,
+    arguments: argparse.Namespace,
+    engines: Sequence[str],
+) -> float:
+    """The speed of the trace at the wanted share of what clients reach through prefixaware who wait for answers."""
+    gateway = await _start_gateway(tree, session, "prefixaware", engines, None)
+    settings = replace(_settings(arguments, gateway.url, engines), speed=1.0, limit_s=None, salt=new_salt())
+    reached = await measure_rate(trace, settings, clients=arguments.clients, seconds=arguments.measure_s)
+    await tree.stop(gateway)
+    recorded = (len(trace.requests) - 1) / trace.span_s
+    speed = float(arguments.share_of_closed * reached / recorded)
+    sys.stderr.write(
+        f"{arguments.clients} clients who wait reach {reached:.2f} requests/s: the trace is replayed {speed:.2f} times"
+        f" as fast as recorded, {speed * recorded:.2f} requests/s\n"
+    )
+    return speed
 
 
 def _settings(arguments: argparse.Namespace, url: str, engines: Sequence[str]) -> Settings:
@@ -169,22 +221,30 @@ async def _empty(session: aiohttp.ClientSession, engine: str) -> None:
 
 
 async def _start_gateway(
-    tree: ProcessTree, session: aiohttp.ClientSession, strategy: str, engines: Sequence[str]
+    tree: ProcessTree, session: aiohttp.ClientSession, strategy: str, engines: Sequence[str], tokenizer: str | None
 ) -> Child:
-    """A gateway that has every engine up and has read its figures. ChildFailed or TargetFailed where not."""
+    """A gateway that has every engine up, has read its figures, and with kvaware follows the KV events of those that
+    have any. ChildFailed or TargetFailed where not."""
+    kvaware = f"[routing.kvaware]\ntokenizer = {json.dumps(tokenizer)}\n" if tokenizer is not None else ""
     backends = "".join(f"[[backends]]\nurl = {json.dumps(engine)}\n" for engine in engines)
     gateway = await tree.start(
         f"gateway ({strategy})",
         ("serve", "-c", "/dev/stdin", "--strategy", strategy),
-        stdin=(GATEWAY_CONFIG + backends).encode(),
+        stdin=(GATEWAY_CONFIG + kvaware + backends).encode(),
         announces=("listening", "admin"),
     )
     await gateway.wait_until_listening()
     give_up = time.monotonic() + READY_TIMEOUT_S
     while True:
         async with session.get(f"{gateway.announced['admin']}/backends") as response:
-            known = orjson.loads(await read_body(response, MAX_ANSWER_BYTES))["backends"]
+            told = orjson.loads(await read_body(response, MAX_ANSWER_BYTES))
+        known = told["backends"]
         missing = [backend["name"] for backend in known if not (backend["serving"] and backend["report"])]
+        if strategy == "kvaware":
+            missing += [
+                f"{b['name']}'s events" for b in known if b["kv_events"]["state"] in ("connecting", "replaying")
+            ]
+            missing += [name for name, state in told["tokens"].items() if state["source"] in ("loading", "testing")]
         if not missing:
             return gateway
         if time.monotonic() > give_up:
@@ -203,6 +263,21 @@ def table(reports: dict[str, list[Report]]) -> str:
     return "\n".join(lines)
 
 
+def ratios(reports: dict[str, list[Report]]) -> str:
+    """Mean TTFT of each placement by prefix as times that of each other one: means over the rounds of mean TTFT."""
+    means = {
+        name: statistics.fmean([report.ttft.mean for report in rounds if report.ttft.mean is not None] or [0.0])
+        for name, rounds in reports.items()
+    }
+    lines = []
+    for ours in ("prefixaware", "kvaware"):
+        others = [name for name in means if name not in ("prefixaware", "kvaware") and means[name]]
+        if ours in means and others:
+            shown = ", ".join(f"{means[ours] / means[name]:.2f} of {name}'s" for name in others)
+            lines.append(f"{ours}: mean TTFT {shown}")
+    return "\n".join(lines)
+
+
 def _row(strategy: str, rounds: Sequence[Report]) -> tuple[str, ...]:
     def over(values: list[float | None], shown: Any) -> str:
         known = [value for value in values if value is not None]
@@ -216,6 +291,7 @@ def _row(strategy: str, rounds: Sequence[Report]) -> tuple[str, ...]:
         over([report.hit_ratio for report in rounds], percent),
         over([report.ttft.mean for report in rounds], milliseconds),
         over([report.ttft.p50 for report in rounds], milliseconds),
+        over([report.ttft.p90 for report in rounds], milliseconds),
         over([report.ttft.p99 for report in rounds], milliseconds),
         over([report.e2e.p50 for report in rounds], milliseconds),
         over([report.imbalance for report in rounds], lambda value: f"{value:.2f}"),

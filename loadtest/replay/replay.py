@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import orjson
 from loadtest.chat_stream import ChatStream, StreamFault, refusal
 from loadtest.replay import engine_counters, target
 from loadtest.replay.bodies import read_body
+from loadtest.replay.cache_aware import CacheAware
+from loadtest.replay.closed_loop import closed_loop
 from loadtest.replay.engine_counters import Counters, EngineShare, ScrapeFailed
 from loadtest.replay.open_loop import OpenLoop, due_times
 from loadtest.replay.progress import FRAME_S, Progress
@@ -42,6 +45,7 @@ class Settings:
     request_timeout_s: float = 600.0
     salt: str = ""
     sessions: bool = True  # send x-session-id where the trace knows the session
+    straight: CacheAware | None = None  # who chooses an engine for each request, in the place of `target`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,14 @@ class _Due:
 
     at_s: float
     request: TraceRequest
+
+
+async def measure_rate(trace: Trace, settings: Settings, *, clients: int, seconds: float) -> float:
+    """Requests a second that so many clients get answered who wait for each answer. TargetFailed if it cannot begin."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_S)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        run = _Run(session, trace, settings, Progress(sys.stderr), asyncio.Event())
+        return await run.closed_loop(clients, seconds)
 
 
 async def replay(trace: Trace, settings: Settings, progress: Progress, stop: asyncio.Event) -> Report:
@@ -81,15 +93,13 @@ class _Run:
         self._tally = Tally()
         self._tasks: set[asyncio.Task[None]] = set()
         self._all_sent = asyncio.Event()
+        self._calibration = ""
 
     async def run(self) -> Report:
         settings, session = self._settings, self._session
-        model = await target.find_model(session, settings.target, settings.model)
-        asked = settings.engines[0] if settings.engines else settings.target
-        scale, calibration = await target.measure_scale(session, asked, model.name, self._trace.block_tokens)
+        model, text = await self._prepare()
         before = await asyncio.gather(*(engine_counters.scrape(session, url) for url in settings.engines))
         due, too_long = self._select(model.max_tokens)
-        text = PromptText(self._trace.block_tokens, scale, settings.salt)
 
         def send(number: int, due_at: float) -> None:
             task = asyncio.create_task(self._ask(due[number].request, text, model.name, due_at))
@@ -109,7 +119,7 @@ class _Run:
             target=settings.target,
             model=model.name,
             speed=settings.speed,
-            calibration=calibration,
+            calibration=self._calibration,
             requests=len(due),
             sent=loop.sent,
             not_sent=loop.not_sent,
@@ -123,6 +133,27 @@ class _Run:
             engines=engines,
             engine_faults=faults,
         )
+
+    async def closed_loop(self, clients: int, seconds: float) -> float:
+        model, text = await self._prepare()
+        fitting = [due.request for due in self._select(model.max_tokens)[0]]
+
+        async def ask(request: TraceRequest) -> bool:
+            failed = self._tally.failed
+            await self._ask(request, text, model.name, self._clock.now())
+            return self._tally.failed == failed
+
+        within = Trace(self._trace.name, self._trace.block_tokens, tuple(fitting))
+        return await closed_loop(within, ask, self._clock, clients=clients, seconds=seconds)
+
+    async def _prepare(self) -> tuple[target.Model, PromptText]:
+        settings = self._settings
+        model = await target.find_model(self._session, settings.target, settings.model)
+        asked = settings.engines[0] if settings.engines else settings.target
+        scale, self._calibration = await target.measure_scale(
+            self._session, asked, model.name, self._trace.block_tokens
+        )
+        return model, PromptText(self._trace.block_tokens, scale, settings.salt)
 
     def _select(self, max_tokens: int | None) -> tuple[list[_Due], int]:
         """What is due within the limit and fits the model, and how many did not fit."""
@@ -181,9 +212,12 @@ class _Run:
             self._tally.error(f"this client: {type(error).__name__}")
 
     async def _ask(self, request: TraceRequest, text: PromptText, model: str, due_at: float) -> None:
+        prompt = text.prompt(request.block_ids, request.prompt_tokens)
+        straight = self._settings.straight
+        url = self._settings.target if straight is None else straight.choose(prompt)
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": text.prompt(request.block_ids, request.prompt_tokens)}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": self._output_tokens(request),
             "temperature": 0,
             "ignore_eos": True,  # the trace's number of tokens, whatever they say
@@ -197,7 +231,7 @@ class _Run:
         now = self._clock.now
         try:
             async with self._session.post(
-                f"{self._settings.target}/v1/chat/completions",
+                f"{url}/v1/chat/completions",
                 data=orjson.dumps(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
@@ -224,6 +258,9 @@ class _Run:
                 told.get("x-kvgate-reason", ""),
                 _whole_number(told.get("x-kvgate-matched", "")),
             )
+        finally:
+            if straight is not None:
+                straight.ended(url)
 
     async def _shares(self, before: list[Counters]) -> tuple[tuple[EngineShare, ...], tuple[str, ...]]:
         shares: list[EngineShare] = []

@@ -62,9 +62,11 @@ def test_strategies_are_compared_before_simulated_engines(tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    heading, _, *rows = done.stdout.strip().split("\n")
+    table, _, told = done.stdout.strip().partition("\n\n")
+    heading, _, *rows = table.split("\n")
     assert heading.split("|")[1].strip() == "strategy"
     assert [row.split("|")[1].strip() for row in rows] == ["roundrobin", "prefixaware"]
+    assert re.fullmatch(r"prefixaware: mean TTFT [0-9.]+ of roundrobin's", told)
     found = json.loads(file.read_text())
     plain, aware = found["roundrobin"][0], found["prefixaware"][0]
     assert plain["requests"]["answered"] == aware["requests"]["answered"] == plain["requests"]["due"] > 5
