@@ -34,6 +34,7 @@ check: $(CHECK_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p router -p native
+	$(BIN)/mypy --strict -p loadtest.policy -p loadtest.replay
 	$(BIN)/stubtest native --allowlist .ci/stubtest-allowlist
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/kubernetes-validate --strict --quiet -k 1.29 deploy/kubernetes/*/*.yaml

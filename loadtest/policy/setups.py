@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from loadtest.policy.workload import Arrivals, Workload, load_workload
 from router.sim.engine_model import EngineConfig
@@ -89,11 +89,11 @@ class SetUp:
     def pooled_blocks(self) -> int:
         return self.engines * (self.pool_tokens // SOURCES[self.source].block_tokens)
 
-    def engine_config(self, **changes: float) -> EngineConfig:
+    def engine_config(self, **changes: Any) -> EngineConfig:
         """The engines' default speeds, with blocks as large as the trace's."""
         block = SOURCES[self.source].block_tokens
-        times = {name: float(value) for name, value in changes.items()}
-        return EngineConfig(block_size=block, num_blocks=self.pool_tokens // block + 1, max_num_seqs=SEATS, **times)
+        config = EngineConfig(block_size=block, num_blocks=self.pool_tokens // block + 1, max_num_seqs=SEATS)
+        return replace(config, **changes)
 
     def workload(self, folder: Path, limit: int | None = None) -> Workload:
         return _workload(folder, self.source, self.pool_tokens, limit)

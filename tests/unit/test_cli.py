@@ -1,5 +1,6 @@
 """router/cli.py: which command gets what, and the exit codes."""
 
+import subprocess
 import sys
 from types import ModuleType
 
@@ -202,3 +203,14 @@ def test_version_names_version_native_build_and_python(capsys):
 def test_arguments_come_from_the_command_line_by_default(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvgate", "version"])
     assert cli.main() == 0
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    command = [sys.executable, "-m", "router", "version"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait() == 1
