@@ -70,6 +70,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_trace_flags(parser)
     parser.add_argument("--strategies", type=_strategies, default=STRATEGIES, metavar="S,...")
     parser.add_argument("--rounds", type=whole(1, 100), default=1, metavar="N", help="all strategies N times in turn")
+    parser.add_argument(
+        "--turns-wait", action="store_true", help="a session's turn waits for the end of the one before"
+    )
+    parser.add_argument(
+        "--reset",
+        action="store_true",
+        help="POST /reset_prefix_cache to --engines before each run (VLLM_SERVER_DEV_MODE)",
+    )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's, for kvaware; default: engines are asked")
     parser.add_argument(
         "--share-of-closed",
@@ -143,16 +151,21 @@ async def _compare(trace: Trace, arguments: argparse.Namespace, stop: asyncio.Ev
         if arguments.share_of_closed is not None:
             arguments.speed = await _measured_speed(tree, session, trace, arguments, engines)
         for number in range(arguments.rounds):
-            for strategy in arguments.strategies:
+            first = number % len(arguments.strategies)  # another one in each round
+            for strategy in (*arguments.strategies[first:], *arguments.strategies[:first]):
                 if stop.is_set():
                     return reports
                 if not arguments.engines:
                     await asyncio.gather(*(_empty(session, engine) for engine in engines))
+                elif arguments.reset:
+                    await asyncio.gather(*(_reset(session, engine) for engine in engines))
                 gateway = None
                 if strategy != CACHE_AWARE:
                     gateway = await _start_gateway(tree, session, strategy, engines, arguments.tokenizer)
                 label = strategy if arguments.rounds == 1 else f"{strategy} {number + 1}"
                 settings = _settings(arguments, gateway.url if gateway is not None else engines[0], engines)
+                if arguments.rounds > 1:
+                    settings = replace(settings, seed=number)
                 if gateway is None:
                     settings = replace(settings, straight=CacheAware(engines))
                 report = await replay(trace, settings, Progress(sys.stderr, label), stop)
@@ -175,13 +188,22 @@ async def _measured_speed(
     settings = replace(_settings(arguments, gateway.url, engines), speed=1.0, limit_s=None, salt=new_salt())
     reached = await measure_rate(trace, settings, clients=arguments.clients, seconds=arguments.measure_s)
     await tree.stop(gateway)
-    recorded = (len(trace.requests) - 1) / trace.span_s
-    speed = float(arguments.share_of_closed * reached / recorded)
+    wanted = arguments.share_of_closed * reached
+    speed = speed_of(trace, wanted, arguments.limit_s)
     sys.stderr.write(
         f"{arguments.clients} clients who wait reach {reached:.2f} requests/s: the trace is replayed {speed:.2f} times"
-        f" as fast as recorded, {speed * recorded:.2f} requests/s\n"
+        f" as fast as recorded, {wanted:.2f} requests/s\n"
     )
     return speed
+
+
+def speed_of(trace: Trace, wanted_per_s: float, limit_s: float | None) -> float:
+    """The speed at which the part of the trace that is due within `limit_s` (all of it) comes at this rate."""
+    times = [request.at_s for request in trace.requests]
+    if limit_s is None or len(times) < 2:
+        return wanted_per_s * times[-1] / max(len(times) - 1, 1) if times[-1] else 1.0
+    count = min(max(round(wanted_per_s * limit_s), 2), len(times))
+    return times[count - 1] / limit_s or 1.0
 
 
 def _settings(arguments: argparse.Namespace, url: str, engines: Sequence[str]) -> Settings:
@@ -197,6 +219,7 @@ def _settings(arguments: argparse.Namespace, url: str, engines: Sequence[str]) -
         # Simulated engines begin cold: the same prompts for each strategy.
         salt=new_salt() if arguments.engines else "",
         sessions=not arguments.no_sessions,
+        turns_wait=arguments.turns_wait,
     )
 
 
@@ -218,6 +241,12 @@ async def _empty(session: aiohttp.ClientSession, engine: str) -> None:
     async with session.post(f"{engine}/sim/fault", data=orjson.dumps({"kind": "cold-restart"})) as response:
         if response.status != 200:
             raise TargetFailed(f"{engine} does not restart cold: status {response.status}")
+
+
+async def _reset(session: aiohttp.ClientSession, engine: str) -> None:
+    async with session.post(f"{engine}/reset_prefix_cache") as response:
+        if response.status != 200:
+            raise TargetFailed(f"{engine} does not reset its prefix cache: status {response.status}")
 
 
 async def _start_gateway(
@@ -265,13 +294,17 @@ def table(reports: dict[str, list[Report]]) -> str:
 
 def ratios(reports: dict[str, list[Report]]) -> str:
     """Mean TTFT of each placement by prefix as times that of each other one: means over the rounds of mean TTFT."""
-    means = {
-        name: statistics.fmean([report.ttft.mean for report in rounds if report.ttft.mean is not None] or [0.0])
-        for name, rounds in reports.items()
-    }
+    rounds_of = {len(rounds) for rounds in reports.values()}
+    if len(rounds_of) != 1 or any(report.interrupted for rounds in reports.values() for report in rounds):
+        return ""  # stopped in between: they did not get the same
+    means: dict[str, float] = {}
+    for name, rounds in reports.items():
+        known = [report.ttft.mean for report in rounds if report.ttft.mean is not None]
+        if len(known) == len(rounds):
+            means[name] = statistics.fmean(known)
     lines = []
     for ours in ("prefixaware", "kvaware"):
-        others = [name for name in means if name not in ("prefixaware", "kvaware") and means[name]]
+        others = [name for name in means if name not in ("prefixaware", "kvaware")]
         if ours in means and others:
             shown = ", ".join(f"{means[ours] / means[name]:.2f} of {name}'s" for name in others)
             lines.append(f"{ours}: mean TTFT {shown}")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 import aiohttp
@@ -46,6 +47,8 @@ class Settings:
     salt: str = ""
     sessions: bool = True  # send x-session-id where the trace knows the session
     straight: CacheAware | None = None  # who chooses an engine for each request, in the place of `target`
+    turns_wait: bool = False  # a session's next request is sent when the one before it has ended, and not earlier
+    seed: int | None = None  # moves each arrival by up to the mean distance of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self._all_sent = asyncio.Event()
         self._calibration = ""
+        self._last_of: dict[str, asyncio.Task[None]] = {}  # of each session
 
     async def run(self) -> Report:
         settings, session = self._settings, self._session
@@ -102,7 +106,11 @@ class _Run:
         due, too_long = self._select(model.max_tokens)
 
         def send(number: int, due_at: float) -> None:
-            task = asyncio.create_task(self._ask(due[number].request, text, model.name, due_at))
+            request = due[number].request
+            before = self._last_of.get(request.session) if settings.turns_wait and request.session else None
+            task = asyncio.create_task(self._ask(request, text, model.name, due_at, before))
+            if request.session:
+                self._last_of[request.session] = task
             self._tasks.add(task)
             task.add_done_callback(lambda done: self._ended(done, loop))
 
@@ -159,6 +167,10 @@ class _Run:
         """What is due within the limit and fits the model, and how many did not fit."""
         settings, requests = self._settings, self._trace.requests
         times = due_times([request.at_s for request in requests], settings.speed, settings.spread)
+        if settings.seed is not None and times:
+            drawn, distance_s = Random(settings.seed), times[-1] / len(times)
+            moved = sorted((at_s + drawn.random() * distance_s, number) for number, at_s in enumerate(times))
+            times, requests = [at_s for at_s, _ in moved], tuple(requests[number] for _, number in moved)
         within = [
             _Due(at_s, request)
             for at_s, request in zip(times, requests, strict=True)
@@ -211,7 +223,18 @@ class _Run:
             # A fault of ours, not the target's: it must not look like a quiet success.
             self._tally.error(f"this client: {type(error).__name__}")
 
-    async def _ask(self, request: TraceRequest, text: PromptText, model: str, due_at: float) -> None:
+    async def _ask(
+        self,
+        request: TraceRequest,
+        text: PromptText,
+        model: str,
+        due_at: float,
+        before: asyncio.Task[None] | None = None,
+    ) -> None:
+        """`before`: the request whose end this one waits for; its times count from then on."""
+        if before is not None and not before.done():
+            await asyncio.wait((before,))
+            due_at = max(due_at, self._clock.now())
         prompt = text.prompt(request.block_ids, request.prompt_tokens)
         straight = self._settings.straight
         url = self._settings.target if straight is None else straight.choose(prompt)

@@ -9,11 +9,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from loadtest.replay import compare
 from loadtest.replay.__main__ import make_parser
+from loadtest.replay.compare import ratios, speed_of
+from loadtest.replay.trace import Trace, TraceRequest
 from tests.rules.source_tree import ROOT
 from tests.support.sim_process import running_sim
 
@@ -92,3 +96,26 @@ def test_an_unknown_strategy_is_refused(capsys):
         compare.main([str(AGENTS), "--strategies", "roundrobin,best"])
     assert ended.value.code == 2
     assert "'best' is none of" in capsys.readouterr().err
+
+
+def trace_at(*times: float) -> Trace:
+    return Trace("t", 16, tuple(TraceRequest(at_s, 10, 1, (at,), None) for at, at_s in enumerate(times)))
+
+
+def test_the_part_of_a_trace_that_is_replayed_comes_at_the_wanted_rate() -> None:
+    dense_at_first = trace_at(*(0.1 * at for at in range(100)), *(10.0 + at for at in range(100)))
+    assert speed_of(dense_at_first, 1.0, None) == pytest.approx(109.0 / 199)
+    speed = speed_of(dense_at_first, 1.0, 50.0)
+    due = [request for request in dense_at_first.requests if request.at_s / speed < 50.0]
+    assert len(due) == pytest.approx(50, abs=1)
+
+
+def test_ratios_are_told_of_whole_comparisons_alone() -> None:
+    def report(mean: float | None, interrupted: bool = False) -> Any:
+        return SimpleNamespace(ttft=SimpleNamespace(mean=mean), interrupted=interrupted)
+
+    whole = {"roundrobin": [report(2.0), report(4.0)], "prefixaware": [report(1.0), report(2.0)]}
+    assert ratios(whole) == "prefixaware: mean TTFT 0.50 of roundrobin's"
+    assert ratios({**whole, "kvaware": [report(1.0), report(None)]}) == "prefixaware: mean TTFT 0.50 of roundrobin's"
+    assert ratios({**whole, "kvaware": [report(1.0)]}) == ""
+    assert ratios({**whole, "kvaware": [report(1.0), report(1.0, interrupted=True)]}) == ""
