@@ -301,7 +301,8 @@ class KvAware:
             if choice.kv_tokens is None:
                 account.polled_events = None
             elif account.polled_events is not None:
-                account.polled_events += choice.kv_tokens
+                # the engine's counters of hits are those of its GPU blocks
+                account.polled_events += choice.kv_tokens - choice.cpu_tokens - choice.far_tokens
 
     def observe(self, choice: Choice, outcome: Outcome) -> None:
         # Its blocks are in the engine until here, whatever the events say: they are held for it.

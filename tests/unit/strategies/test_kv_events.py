@@ -396,3 +396,22 @@ def test_an_engine_that_tells_not_all_holds_at_least_what_it_tells() -> None:
     mirrored = world.choose(OTHER)
     assert (mirrored.backend, mirrored.reason) == (second, Reason.PREFIX)
     assert world.strategy.known_of(first)["placed_by"] == "mirror"
+
+
+def test_counters_of_gpu_hits_do_not_contradict_blocks_in_cpu_memory() -> None:
+    """An engine whose answers do not say what was cached, so its counters are compared: they leave other tiers out."""
+    world = World(1)
+    (engine,) = world.backends
+    world.tell(engine, stored(PROMPT, SIZE, medium="CPU"))
+    engine.report = EngineReport(at=world.clock.now(), block_size_tokens=SIZE, prefix_queries=0.0, prefix_hits=0.0)
+    for number in range(1, 12):
+        choice = world.place([*PROMPT, number], engine)
+        assert choice.cpu_tokens == 800
+        world.answer(choice, None)
+        before, engine.report = (
+            engine.report,
+            EngineReport(at=world.clock.now(), block_size_tokens=SIZE, prefix_queries=801.0 * number, prefix_hits=0.0),
+        )
+        world.strategy.reported(engine, before, engine.report)
+    assert world.resynced == []
+    assert world.choose(PROMPT).reason is Reason.KV
