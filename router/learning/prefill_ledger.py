@@ -14,6 +14,7 @@ class Phase(Enum):
     DECODING = auto()
 
 
+INFINITE: Final = float("inf")
 _WAITING: Final = Phase.WAITING
 _DECODING: Final = Phase.DECODING
 
@@ -69,6 +70,22 @@ class PrefillLedger:
             worked = self._oldest_s
         wait = self.pending_s - worked
         return wait if wait > 0.0 else 0.0
+
+    def falls_to_s(self, level_s: float, now: float) -> float:
+        """Seconds until wait_s is down to `level_s`; infinite where that takes a first token. After advance(now)."""
+        over_s = self.wait_s(now) - level_s
+        rest_s = max(self._oldest_s - (now - self._since), 0.0)
+        ahead_s = 0.0
+        for at, (work_s, _, silent) in enumerate(self._waiting.values()):
+            if at:
+                rest_s = work_s
+            if over_s <= rest_s:
+                return ahead_s + max(over_s, 0.0)
+            over_s -= rest_s
+            ahead_s += rest_s
+            if not silent:
+                return INFINITE
+        return ahead_s
 
     def late_s(self, now: float) -> float:
         """How much longer than twice its work the oldest attempt takes; below 0 while it does not."""

@@ -12,26 +12,33 @@ quarter of the time that it has waited, so that nobody starves.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 from typing import Final, Protocol
 
+from router.backends.backend import Backend
 from router.backends.registry import Pool
 from router.errors import RouterError, queue_full
 
 RETRY_AFTER_MAX_S: Final = 60
-HELD_TRIES: Final = 8  # held ones that are tried at each chance, for each model: the first of their order
+HELD_TRIES: Final = 8  # held ones of a model that are chosen for in vain at each chance: the first of their order
 AGEING: Final = 0.25  # seconds of work that a second of waiting makes up for
 MEMORY: Final = 128.0  # places given back, or waiters placed, after which what was measured before counts half
 
 
 class Waiter(Protocol):
     pool: Pool
+    queued_at: float  # clock.now() when it came
     held_s: float | None  # written by try_place: the work for which it is held back from a busy backend; else None
+    held_for: Backend | None  # that backend
 
     def try_place(self) -> bool:
         """Start an attempt, or end for good; False: it has to wait, perhaps for another `pool` than before. Starts
         nothing while the admission is full."""
+
+    def still_held(self) -> bool:
+        """Whether `held_for` is there and as busy as before. Cheap: nothing is chosen."""
 
     def on_rejected(self, error: RouterError) -> None:
         """There is no place to wait."""
@@ -69,6 +76,33 @@ def _ticket(item: tuple[Waiter, int]) -> int:
     return item[1]
 
 
+def _ticket_of_held(entry: tuple[float, int, Waiter]) -> int:
+    return entry[1]
+
+
+class _Held:
+    """Those of one pool that are held back. Waiting makes up for work at the same rate for all of them, so their order
+    does not change with time."""
+
+    __slots__ = ("entries", "order")
+
+    def __init__(self) -> None:
+        self.entries: dict[Waiter, tuple[float, int, Waiter]] = {}
+        self.order: list[tuple[float, int, Waiter]] = []  # work less what waiting makes up for, ticket
+
+    def put(self, waiter: Waiter, ticket: int) -> None:
+        entry = ((waiter.held_s or 0.0) + AGEING * waiter.queued_at, ticket, waiter)
+        self.entries[waiter] = entry
+        insort(self.order, entry)
+
+    def remove(self, waiter: Waiter) -> bool:
+        entry = self.entries.pop(waiter, None)
+        if entry is None:
+            return False
+        del self.order[bisect_left(self.order, entry)]
+        return True
+
+
 class Admission:
     """`max_in_flight` 0 means no cap; `max_queue` bounds those who wait, over all models. Repeats wait apart: each has
     its own backends to avoid, so none may hold up another, and they go first.
@@ -81,7 +115,7 @@ class Admission:
         self._max_queue = max_queue
         self._lines: dict[Pool, _Line] = {}
         self._repeats: dict[Waiter, None] = {}
-        self._held: dict[Pool, dict[Waiter, float]] = {}  # by model, since when
+        self._held: dict[Pool, _Held] = {}
         self._ticket = 0
         self._pumping = False
         self._pump_again = False
@@ -114,11 +148,11 @@ class Admission:
         if self.depth >= self._max_queue and not self._make_room(waiter.pool, now):
             waiter.on_rejected(queue_full(self.retry_after_s(waiter.pool, now)))
             return
-        if waiter.held_s is not None:
-            self._hold(waiter, now)
-            return
         self._ticket += 1
-        self._put(waiter, self._ticket, now)
+        if waiter.held_s is not None:
+            self._hold(waiter, self._ticket)
+        else:
+            self._put(waiter, self._ticket, now)
 
     def queue_repeat(self, waiter: Waiter) -> None:
         """Let a repeat wait, to be called before its failed attempt gives its place back: so it is the first who may
@@ -133,9 +167,9 @@ class Admission:
             self.depth -= 1
             return
         held = self._held.get(waiter.pool)
-        if held is not None and held.pop(waiter, None) is not None:
+        if held is not None and held.remove(waiter):
             self.depth -= 1
-            if not held:
+            if not held.order:
                 del self._held[waiter.pool]
             return
         line = self._lines.get(waiter.pool)
@@ -200,7 +234,7 @@ class Admission:
         for pool, line in self._lines.items():
             queued[pool.model] = queued.get(pool.model, 0) + len(line.waiters)
         for pool, held in self._held.items():
-            queued[pool.model] = queued.get(pool.model, 0) + len(held)
+            queued[pool.model] = queued.get(pool.model, 0) + len(held.order)
         for waiter in self._repeats:
             queued[waiter.pool.model] = queued.get(waiter.pool.model, 0) + 1
         return queued
@@ -234,31 +268,48 @@ class Admission:
         self.depth += 1
 
     def _waiting(self, pool: Pool) -> int:
-        line = self._lines.get(pool)
-        return (len(line.waiters) if line is not None else 0) + len(self._held.get(pool, ()))
+        line, held = self._lines.get(pool), self._held.get(pool)
+        return (len(line.waiters) if line is not None else 0) + (len(held.order) if held is not None else 0)
 
-    def _hold(self, waiter: Waiter, since: float) -> None:
-        self._held.setdefault(waiter.pool, {})[waiter] = since
+    def _hold(self, waiter: Waiter, ticket: int) -> None:
+        held = self._held.get(waiter.pool)
+        if held is None:
+            held = self._held[waiter.pool] = _Held()
+        held.put(waiter, ticket)
         self.depth += 1
 
     def _place_held(self, now: float) -> None:
-        """The first few of each model, in their order. One that is held again keeps its time."""
+        """In their order, each model's apart. A choice is made for those whose backend has time again, and for the
+        first few others, for whom another backend may have; it costs, so a bounded number is made in vain."""
         for pool in list(self._held):
-            held = dict(self._held.get(pool, {}))
-            order = sorted(held, key=lambda waiter: (waiter.held_s or 0.0) - AGEING * (now - held[waiter]))
-            for waiter in order[:HELD_TRIES]:
-                if self._closed or (self.full and pool.candidates):
+            held = self._held.get(pool)
+            if held is None:
+                continue
+            in_vain = 0
+            busy: dict[Backend | None, bool] = {}
+            for _, ticket, waiter in held.order.copy():
+                if self._closed:
                     return
-                if waiter not in self._held.get(pool, {}):
+                if waiter not in held.entries:
                     continue  # it left while another was placed
+                full = self.full and bool(pool.candidates)
+                if full or in_vain >= HELD_TRIES:
+                    still = busy.get(waiter.held_for)
+                    if still is None:
+                        still = busy[waiter.held_for] = waiter.still_held()
+                    if still or (in_vain >= 2 * HELD_TRIES and not full):
+                        continue
                 self.leave(waiter)
-                if waiter.try_place():
-                    continue
-                if waiter.held_s is not None:
-                    self._hold(waiter, held[waiter])
-                else:  # its backends have no room at all now: it waits for its turn with the others
-                    self._ticket += 1
-                    self._put(waiter, self._ticket, now)
+                if full:  # what it waits for now is a place, like the others
+                    self._put(waiter, ticket, now)
+                elif waiter.try_place():
+                    busy.clear()
+                elif waiter.held_s is not None:
+                    in_vain += 1
+                    self._hold(waiter, ticket)
+                    held = self._held.get(pool, held)
+                else:  # its backends have no room at all now
+                    self._put(waiter, ticket, now)
 
     def _make_room(self, pool: Pool, now: float) -> bool:
         """Send the youngest of the longest line away, unless this pool's own is about as long."""
@@ -273,12 +324,21 @@ class Admission:
             longest = next((other for other in reversed(self._lines) if other.awaited), None)
         if longest is None:
             return False
-        line = self._lines.get(longest)
-        waiter = next(reversed(line.waiters if line is not None else self._held[longest]))
+        waiter = self._youngest(longest)
         error = queue_full(self.retry_after_s(longest, now))
         self.leave(waiter)
         waiter.on_rejected(error)
         return True
+
+    def _youngest(self, pool: Pool) -> Waiter:
+        line, held = self._lines.get(pool), self._held.get(pool)
+        last = next(reversed(line.waiters.items())) if line is not None and line.waiters else None
+        if held is not None:
+            _, ticket, waiter = max(held.order, key=_ticket_of_held)
+            if last is None or ticket > last[1]:
+                return waiter
+        assert last is not None
+        return last[0]
 
     def _place_repeats(self) -> None:
         for waiter in list(self._repeats):
@@ -318,7 +378,7 @@ class Admission:
                 line.count_placed(now)
             elif waiter.held_s is not None:
                 go_on = True
-                self._hold(waiter, now)
+                self._hold(waiter, ticket)
             else:
                 go_on = waiter.pool is not pool
                 self._put(waiter, ticket, now)

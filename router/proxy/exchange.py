@@ -110,7 +110,6 @@ class Exchange:
         "_load",
         "_phase",
         "_question",
-        "_queued_at",
         "_queued_s",
         "_received_at",
         "_request",
@@ -126,8 +125,10 @@ class Exchange:
         "_tunnel",
         "_upstream_body",
         "_was_held",
+        "held_for",
         "held_s",
         "pool",
+        "queued_at",
     )
 
     def __init__(self, services: Services, downstream: Downstream, head: RequestHead | None) -> None:
@@ -147,6 +148,7 @@ class Exchange:
         self._request: RoutingRequest | None = None  # None in the queue: nobody has told yet that he serves it
         self._fleet_version = -1  # of the registry, when that was so
         self.held_s: float | None = None
+        self.held_for: Backend | None = None
         self._was_held = False
         self._question: PromptQuestion | None = None  # it waits for the answer before it may be placed
         self._attempt: Attempt | None = None
@@ -169,7 +171,7 @@ class Exchange:
         self._bytes_out = 0
         # times, by the clock
         self._started_at = self._received_at = services.now()
-        self._queued_at = 0.0
+        self.queued_at = 0.0
         self._queued_s = 0.0
         self._first_byte_at: float | None = None
         self._last_byte_at = 0.0
@@ -243,7 +245,7 @@ class Exchange:
 
     def _queue(self, now: float) -> None:
         s = self._s
-        self._queued_at = now
+        self.queued_at = now
         s.admission.enter(self, now)
         if self._phase is QUEUED:
             self._downstream.set_deadline(s.settings.queue_timeout_s)
@@ -288,15 +290,25 @@ class Exchange:
 
     def _is_held(self, line: HeldLine, choice: Choice) -> bool:
         """Whether the request is kept here, since its best backend has enough to do."""
-        over_s = line.over_s(choice)
+        over_s = line.over_s(choice.backend)
         if over_s <= 0.0:
             return False
         self.held_s = choice.uncached_s
+        self.held_for = choice.backend
         if not self._was_held:
             self._was_held = True
             self._s.metrics.held += 1
         self._s.wake_held(over_s)
         return True
+
+    def still_held(self) -> bool:
+        line, backend = self._s.line, self.held_for
+        if line is None or backend is None or not backend.serving:
+            return False
+        over_s = line.over_s(backend)
+        if over_s > 0.0:
+            self._s.wake_held(over_s)
+        return over_s > 0.0
 
     def _now_known(self) -> bool:
         """Whether the pool is known of one that came before the backends had told their models. If not it waits on, or
@@ -317,7 +329,7 @@ class Exchange:
     def _start_attempt(self, choice: Choice) -> None:
         s = self._s
         now = s.now()
-        self._queued_s += now - self._queued_at
+        self._queued_s += now - self.queued_at
         backend = choice.backend
         if self._attempts:
             choice.reason = RETRY
@@ -481,7 +493,6 @@ class Exchange:
         choice = attempt.choice
         s.passive_health.answered(choice.backend, answer.status)
         attempt.strategy.first_byte(choice)
-        s.admission.work_done(now)
         s.metrics.ttft.observe(now - self._started_at)
         counts = s.metrics.by_backend[choice.backend.name]
         counts.ttft_count += 1
@@ -492,6 +503,7 @@ class Exchange:
         pieces, attempt.held, attempt.peek = attempt.held, None, None
         self._write_answer(answer, choice, pieces)
         self._downstream.set_deadline(s.settings.idle_s)
+        s.admission.work_done(now)
 
     def _write_answer(self, answer: ResponseHead, choice: Choice, pieces: list[bytes] | None) -> None:
         """An engine's head and what is here of its body, in one write."""
@@ -679,7 +691,7 @@ class Exchange:
         if repeat:
             self._enter(QUEUED)
             s.metrics.retries[reason] += 1
-            self._queued_at = s.now()
+            self.queued_at = s.now()
             self._downstream.set_deadline(s.settings.queue_timeout_s)
             s.admission.queue_repeat(self)
         self._end_attempt(COMPLETE if answer is not None else FAILED)  # its place goes to the repeat first

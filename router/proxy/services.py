@@ -147,6 +147,7 @@ class Services:
     _id_prefix: bytes = field(default_factory=lambda: os.urandom(8).hex().encode())
     _id_count: int = 0
     _wake: TimerHandle | None = None
+    _wake_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.now = self.clock.now  # asked ten times a request
@@ -160,9 +161,16 @@ class Services:
         self.token_strategy = cast(TokenStrategy, strategy) if Need.TOKENS in strategy.needs else None
 
     def wake_held(self, delay_s: float) -> None:
-        """Somebody is held until a backend has less to do, in so many seconds if all goes as it is expected."""
-        if self._wake is None:
-            self._wake = self.clock.call_later(max(delay_s, WAKE_LEAST_S), self._wake_now)
+        """Somebody is held until a backend has less to do, in so many seconds if all goes as it is expected. Of several
+        the earliest counts: whoever is still held then says anew how long."""
+        delay_s = max(delay_s, WAKE_LEAST_S)
+        at = self.clock.now() + delay_s
+        if self._wake is not None:
+            if self._wake_at <= at:
+                return
+            self._wake.cancel()
+        self._wake_at = at
+        self._wake = self.clock.call_later(delay_s, self._wake_now)
 
     def _wake_now(self) -> None:
         self._wake = None

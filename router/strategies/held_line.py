@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from router.backends.backend import Backend
 from router.clock import Clock
 from router.strategies.prefix_affinity import PrefixAffinity
-from router.strategies.strategy import Choice
 
 USUAL_BATCH_TOKENS: Final = 2048  # vLLM's default, where chunked prefill is on
 LATE_S: Final = 1.0  # so much longer than twice its estimate an oldest request makes an engine's work unknown
@@ -27,15 +27,17 @@ class HeldLine:
         self._placement = placement
         self.batch_tokens = batch_tokens
 
-    def over_s(self, choice: Choice) -> float:
-        """Seconds until the chosen engine has less than a batch of our work ahead, by what is known now; 0 where the
-        request is to be sent. One whose oldest request is far later than it should be is not waited for."""
-        engine = self._placement.engine(choice.backend)
+    def over_s(self, backend: Backend) -> float:
+        """Seconds until this engine may get more, by what is known now, if no first token tells it before; 0 where it
+        may now. One whose oldest request is far later than it should be is not waited for."""
+        engine = self._placement.engine(backend)
         if engine is None:
             return 0.0
         now = self._now()
         ledger = engine.ledger
         ledger.advance(now)
-        if ledger.late_s(now) > LATE_S:
+        batch_s = self.batch_tokens * engine.seconds_per_token
+        if ledger.wait_s(now) <= batch_s:
             return 0.0
-        return max(ledger.wait_s(now) - self.batch_tokens * engine.seconds_per_token, 0.0)
+        until_late_s = LATE_S - ledger.late_s(now)
+        return max(min(ledger.falls_to_s(batch_s, now), until_late_s), 0.0)

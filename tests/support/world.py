@@ -29,6 +29,7 @@ from router.proxy.access_log import AccessLine
 from router.proxy.admission import Admission
 from router.proxy.attempt import HELD_LIMIT_BYTES
 from router.proxy.exchange import Exchange
+from router.proxy.phases import Phase
 from router.proxy.retry import RetryBudget
 from router.proxy.services import ExchangeSettings, Services
 from router.strategies.registry import Dependencies, build, held_line
@@ -522,6 +523,13 @@ class World:
         assert self.admission.depth <= max(rules.max_queue, self._depth_at_change) + self.metrics_retries
         self._depth_at_change = min(self._depth_at_change, self.admission.depth)
         assert self.admission.depth == sum(self.admission.queued_by_model().values())
+        assert not self.admission.holds or s._wake is not None, "somebody is held and nobody will look again"
+        if self.admission.holds and not self.admission.full:
+            for exchange in s.exchanges:
+                if exchange.held_s is not None and exchange._phase is Phase.QUEUED:
+                    backend = exchange.held_for
+                    assert backend is not None
+                    assert not backend.serving or backend.in_flight, "held for an idle backend"
 
     @property
     def metrics_retries(self) -> int:

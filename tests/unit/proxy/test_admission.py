@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.backends.backend import State
+from router.backends.backend import Backend, State
 from router.backends.registry import Pool, Registry
 from router.clock import VirtualClock
 from router.errors import RouterError
@@ -25,17 +25,24 @@ class Waiting:
         self.name = name
         self.pool = pool
         self.room = True
+        self.queued_at = desk.now
         self.held_s: float | None = None
+        self.held_for: Backend | None = None
+        self.best = POOL.candidates[0]  # the backend that it is held for
         self.busy_s: float | None = None  # the work for which it is held; None: its backend has time for it
         self.error: RouterError | None = None
 
     def try_place(self) -> bool:
         self.held_s = self.busy_s if self.room else None
+        self.held_for = self.best
         if not self.room or self.held_s is not None:
             return False
         self.desk.admission.taken(self.desk.now)
         self.desk.placed.append(self.name)
         return True
+
+    def still_held(self) -> bool:
+        return self.held_for is self.best and self.busy_s is not None
 
     def on_rejected(self, error: RouterError) -> None:
         self.error = error
@@ -524,3 +531,108 @@ def test_one_held_whose_backends_are_full_waits_with_the_others() -> None:
     waiter.room, waiter.busy_s = True, None
     desk.admission.pump(desk.now)
     assert desk.placed == ["held"]
+
+
+def test_all_that_their_backends_have_time_for_are_placed_at_one_chance() -> None:
+    desk = Desk()
+    waiters = [held(desk, str(number), float(number)) for number in range(3 * HELD_TRIES)]
+    for waiter in waiters:
+        waiter.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == [waiter.name for waiter in waiters]
+    assert (desk.admission.depth, desk.admission.holds) == (0, False)
+
+
+def test_those_held_for_one_backend_do_not_keep_others_from_another() -> None:
+    desk = Desk()
+    other_backend = THIRD.candidates[0]
+    for number in range(2 * HELD_TRIES):
+        held(desk, str(number), 0.1)
+    last = desk.waiting("last")
+    last.busy_s, last.best = 9.0, other_backend
+    desk.admission.enter(last, desk.now)
+    last.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["last"]
+
+
+def test_choices_in_vain_are_bounded_where_backends_look_free() -> None:
+    desk = Desk()
+    tried: list[str] = []
+
+    class Fickle(Waiting):
+        def try_place(self) -> bool:
+            tried.append(self.name)
+            return super().try_place()
+
+        def still_held(self) -> bool:
+            return False
+
+    for number in range(10 * HELD_TRIES):
+        waiter = Fickle(desk, str(number), POOL)
+        waiter.busy_s = float(number)
+        desk.admission.enter(waiter, desk.now)
+    tried.clear()
+    desk.admission.work_done(desk.now)
+    assert len(tried) == 2 * HELD_TRIES
+    assert desk.admission.depth == 10 * HELD_TRIES
+
+
+def test_the_youngest_makes_room_whoever_was_tried_last() -> None:
+    desk = Desk(max_queue=3)
+    waiters = [held(desk, name, work_s) for name, work_s in (("old", 3.0), ("middle", 2.0), ("young", 1.0))]
+    desk.admission.work_done(desk.now)  # each is held again
+    held(desk, "other", 1.0, OTHER)
+    assert [waiter.name for waiter in waiters if waiter.error is not None] == ["young"]
+
+
+def test_the_youngest_of_a_model_makes_room_be_it_held_or_in_line() -> None:
+    desk = Desk(max_queue=4)
+    first = held(desk, "held", 1.0)
+    line = [desk.enter(name, room=False) for name in "ab"]
+    last = desk.waiting("held later")
+    last.busy_s = 1.0
+    desk.admission.enter(last, desk.now)  # waits in line, behind those of its model
+    for waiter in line:
+        waiter.room, waiter.busy_s = True, 1.0
+    desk.pump()
+    assert desk.admission.queued_by_model() == {"m": 4}
+    held(desk, "other", 1.0, OTHER)
+    assert [w.name for w in (first, *line, last) if w.error is not None] == ["held later"]
+
+
+def test_one_that_is_held_is_not_overtaken_for_ever_by_those_who_wait_for_a_place() -> None:
+    desk = Desk(max_in_flight=1)
+    waiter = held(desk, "held", 5.0)
+    desk.enter("running")
+    for name in "ab":
+        desk.enter(name)
+    waiter.busy_s = None
+    desk.admission.work_done(desk.now)  # its backend has time, but there is no place
+    assert desk.placed == ["running"]
+    desk.release()
+    assert desk.placed == ["running", "held"]
+    assert (desk.admission.depth, desk.admission.holds) == (2, False)
+
+
+def test_what_was_waited_in_line_counts_when_it_is_held() -> None:
+    desk = Desk()
+    old = desk.enter("old", room=False)
+    desk.now += 20.0  # worth 5 s
+    old.room, old.busy_s = True, 4.0
+    desk.pump()
+    young = held(desk, "young", 1.0)
+    old.busy_s = young.busy_s = None
+    desk.admission.work_done(desk.now)
+    assert desk.placed == ["old", "young"]
+
+
+def test_one_held_whose_backends_are_full_keeps_its_place_before_those_who_came_later() -> None:
+    desk = Desk()
+    waiter = held(desk, "held", 1.0)
+    later = desk.enter("later", room=False)
+    waiter.room = False
+    desk.admission.work_done(desk.now)
+    waiter.room, waiter.busy_s, later.room = True, None, True
+    desk.pump()
+    assert desk.placed == ["held", "later"]
