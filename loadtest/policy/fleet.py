@@ -6,6 +6,7 @@ event; a request that arrives within it cuts it at the end of the step under way
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, Final, Protocol
@@ -16,7 +17,7 @@ from router.sim.block_pool import PoolEvent
 from router.sim.engine_model import EngineConfig, EngineModel, EngineRequest
 
 METRICS_AGE_S: Final = 0.25  # between two looks at the engines' metrics
-ARRIVAL, STEP_END, SCRAPE, JOIN = range(4)
+ARRIVAL, STEP_END, SCRAPE = range(3)
 
 
 class Job:
@@ -67,8 +68,9 @@ class Engine:
 class Policy(Protocol):
     """Who chooses. All times are the clock's; each job is told of once in each of these."""
 
-    def route(self, job: Job) -> int:
-        """The engine's number; may set job.uncached_tokens and job.mark."""
+    def route(self, job: Job) -> int | None:
+        """The engine's number; may set job.uncached_tokens and job.mark. None: it is kept back, and given to
+        fleet.start later."""
         ...
 
     def first_token(self, job: Job) -> None: ...
@@ -97,6 +99,7 @@ class Fleet:
         self.rng = rng
         self.block_tokens = block_tokens
         self.absent: set[int] = set()
+        self.start: Callable[[Job, int], None]  # the run's: gives a job that was kept back to an engine
 
 
 class Measured:
@@ -155,6 +158,9 @@ class Run:
         self._join_at = {int(share * len(workload.arrivals)): engine for engine, share in (join_at or {}).items()}
         self._followers: dict[int, int] = {}
         self._jobs: dict[str, Job] = {}
+        self._kept_back = 0
+        self._ending = -1  # the engine whose step is just being told of: it opens the next one itself
+        fleet.start = self._start_kept
 
     def measure(self) -> Measured:
         fleet, policy, heap = self._fleet, self._policy, self._heap
@@ -170,6 +176,10 @@ class Run:
         to_come = len(arrivals)
         came = scrapes = 0
         while heap:
+            due = clock.next_due()
+            if due is not None and due < heap[0][0]:
+                clock.advance_to(due)  # a policy's timer, which may start something
+                continue
             at, _, kind, index, version = heappop(heap)
             clock.advance_to(at)
             if kind == STEP_END:
@@ -189,7 +199,7 @@ class Run:
                 scrapes += 1
                 measured.kv_share += sum([engine.model.pool.usage for engine in engines]) / len(engines)
                 policy.scraped()
-                if to_come or self._jobs:
+                if to_come or self._jobs or self._kept_back:
                     self._push(at + self._metrics_age_s, SCRAPE, 0, 0)
         measured.ended_at = clock.now()
         measured.kv_share /= scrapes
@@ -203,14 +213,27 @@ class Run:
 
     def _arrived(self, number: int, at: float) -> None:
         job = Job(number, self._workload.arrivals[number], at)
+        index = self._policy.route(job)
+        if index is None:
+            self._kept_back += 1
+        else:
+            self._start(job, index, at)
+
+    def _start_kept(self, job: Job, index: int) -> None:
+        self._kept_back -= 1
+        self._start(job, index, self._fleet.clock.now())
+
+    def _start(self, job: Job, index: int, at: float) -> None:
         arrival = job.arrival
-        job.engine = index = self._policy.route(job)
+        job.engine = index
         job.request = request = EngineRequest(
-            str(number), arrival.prompt_tokens, arrival.output_tokens, arrival.ids, arrived_at=at, payload=job
+            str(job.number), arrival.prompt_tokens, arrival.output_tokens, arrival.ids, arrived_at=at, payload=job
         )
         self._jobs[request.request_id] = job
         engine = self._fleet.engines[index]
         engine.model.submit(request)
+        if index == self._ending:
+            return
         if not engine.open:
             self._open_step(engine, index, at)
         elif engine.steps > 1:
@@ -241,6 +264,7 @@ class Run:
         policy = self._policy
         first_counted = self._workload.first_counted
         ended = engine.model.complete(at, engine.steps)
+        self._ending = index
         events = engine.model.take_events()
         if events:
             policy.told(index, events)
@@ -252,7 +276,7 @@ class Run:
                 engine.prefill_count += 1
                 engine.prefill_seconds_sum += at - (request.scheduled_at or 0.0)
                 if job.number >= first_counted:
-                    measured.ttft_s.append(at - request.arrived_at)
+                    measured.ttft_s.append(at - job.arrived_at)
                     measured.prompt_tokens += request.prompt_tokens
                     measured.cached_tokens += request.cached_tokens or 0
                 policy.first_token(job)
@@ -265,4 +289,5 @@ class Run:
                 if follower is not None:
                     gap = self._workload.arrivals[follower].gap_s * self._scale
                     self._push(max(job.arrived_at + gap, at), ARRIVAL, follower, 0)
+        self._ending = -1
         self._open_step(engine, index, at)

@@ -9,17 +9,56 @@ from loadtest.policy.exact_mirror import ExactMirror
 from loadtest.policy.fleet import Fleet, Job
 from loadtest.policy.workload import BYTES_PER_TOKEN
 from router.backends.backend import Backend, EngineReport, State
+from router.backends.registry import Pool, Registry
+from router.clock import TimerHandle
+from router.errors import RouterError
 from router.index.prefix_index import build_index
+from router.proxy.admission import Admission
+from router.proxy.services import WAKE_LEAST_S
 from router.sim.block_pool import PoolEvent
-from router.strategies.registry import FACTORIES, Dependencies, build
+from router.strategies.held_line import HeldLine
+from router.strategies.registry import FACTORIES, Dependencies, build, held_line
 from router.strategies.strategy import Choice, End, Outcome, RoutingRequest
 
 MODEL: Final = "model"
 MEMORY_BYTES: Final = 1 << 30
 ASSUMED_KV_TOKENS: Final = 500_000  # [index] assumed_kv_tokens
 EXACT: Final = "prefixaware, exact"  # its placement on the engines' own caches instead of the mirror
-TOLD: Final = ("kvaware",)  # they follow the engines' events
-NAMES: Final = (*FACTORIES, EXACT)
+LINE: Final = " +line"  # with the held line, one batch of the engines' to each
+HELD: Final = tuple(name + LINE for name in ("prefixaware", "kvaware"))
+TOLD: Final = ("kvaware", "kvaware" + LINE)  # they follow the engines' events
+NAMES: Final = (*FACTORIES, EXACT, *HELD)
+ENDLESS: Final = 1_000_000  # waiting requests: none is refused here
+
+
+class Waiting:
+    """A job in the gateway's queue: a Waiter, as an Exchange is one."""
+
+    __slots__ = ("_job", "_ours", "_request", "held_for", "held_s", "pool", "queued_at")
+
+    def __init__(self, ours: Ours, job: Job, request: RoutingRequest, pool: Pool) -> None:
+        self._ours = ours
+        self._job = job
+        self._request = request
+        self.pool = pool
+        self.queued_at = job.arrived_at
+        self.held_s: float | None = None
+        self.held_for: Backend | None = None
+
+    def try_place(self) -> bool:
+        self.held_s = None
+        choice = self._ours.choose(self._job, self._request)
+        if self._ours.wait_for(choice.backend):
+            self.held_s, self.held_for = choice.uncached_s, choice.backend
+            return False
+        self._ours.start(self._job, choice)
+        return True
+
+    def still_held(self) -> bool:
+        return self.held_for is not None and self._ours.wait_for(self.held_for)
+
+    def on_rejected(self, error: RouterError) -> None:
+        raise AssertionError(f"no request is refused here: {error}")
 
 
 class Ours:
@@ -43,7 +82,17 @@ class Ours:
             assumed_kv_tokens=ASSUMED_KV_TOKENS,
             holdings=self._told.holdings if self._told is not None else None,
         )
-        self._strategy = build("prefixaware" if name == EXACT else name, None, self._deps)
+        strategy_name = "prefixaware" if name == EXACT else name.removesuffix(LINE)
+        self._strategy = build(strategy_name, None, self._deps)
+        self._line: HeldLine | None = None
+        if name in HELD:
+            batch_tokens = fleet.engines[0].model.config.max_num_batched_tokens
+            self._line = held_line(self._deps, self._strategy, batch_tokens)
+        self._admission = Admission(0, ENDLESS)
+        self._pool = Registry(fleet.clock).any_pool()
+        self._wake: TimerHandle | None = None
+        self._wake_at = 0.0
+        self._routing: Job | None = None  # the run itself starts it if it is placed now
         self._speed_error = speed_error
         self._candidates: tuple[Backend, ...] = ()
         for number, backend in enumerate(self._backends):
@@ -59,10 +108,8 @@ class Ours:
             self._told.follow(number, backend)
         self._candidates = (*self._candidates, backend)
 
-    def route(self, job: Job) -> int:
+    def route(self, job: Job) -> int | None:
         arrival = job.arrival
-        if self._speed_error is not None:
-            self._misjudge(self._speed_error)
         request = RoutingRequest(
             MODEL,
             self._fleet.clock.now(),
@@ -70,22 +117,65 @@ class Ours:
             prefix_bytes=arrival.prompt_tokens * BYTES_PER_TOKEN,
             session_key=arrival.session,
         )
-        if self._exact is not None:
-            self._exact.current = arrival
         if self._told is not None:
             request.take_ids(self._told.ids_of(arrival), None)
+        if self._line is None:
+            return self._place(job, self.choose(job, request))
+        waiter = Waiting(self, job, request, self._pool)
+        self._routing = job
+        self._admission.enter(waiter, job.arrived_at)
+        self._routing = None
+        return self._number[job.mark.backend] if job.mark is not None else None
+
+    def choose(self, job: Job, request: RoutingRequest) -> Choice:
+        if self._speed_error is not None:
+            self._misjudge(self._speed_error)
+        if self._exact is not None:
+            self._exact.current = job.arrival
         choice = self._strategy.choose(request, self._candidates)
         assert choice is not None
+        return choice
+
+    def wait_for(self, backend: Backend) -> bool:
+        """Whether the line holds back from this backend now; then it is looked at again in time."""
+        assert self._line is not None
+        over_s = self._line.over_s(backend)
+        if over_s > 0.0:
+            self._wake_in(max(over_s, WAKE_LEAST_S))
+        return over_s > 0.0
+
+    def start(self, job: Job, choice: Choice) -> None:
+        number = self._place(job, choice)
+        if self._routing is not job:
+            self._fleet.start(job, number)
+
+    def _place(self, job: Job, choice: Choice) -> int:
         choice.backend.in_flight += 1
         self._strategy.placed(choice)
         job.mark = choice
         job.uncached_tokens = choice.uncached_tokens
         return self._number[choice.backend]
 
+    def _wake_in(self, delay_s: float) -> None:
+        """As Services.wake_held."""
+        clock = self._fleet.clock
+        at = clock.now() + delay_s
+        if self._wake is not None:
+            if self._wake_at <= at:
+                return
+            self._wake.cancel()
+        self._wake_at = at
+        self._wake = clock.call_later(delay_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self._wake = None
+        self._admission.work_done(self._fleet.clock.now())
+
     def first_token(self, job: Job) -> None:
         if self._exact is not None:
             self._exact.arrived(job)
         self._strategy.first_byte(job.mark)
+        self._admission.work_done(self._fleet.clock.now())
 
     def finished(self, job: Job) -> None:
         choice: Choice = job.mark
@@ -100,6 +190,7 @@ class Ours:
             completion_tokens=job.arrival.output_tokens,
         )
         self._strategy.observe(choice, outcome)
+        self._admission.work_done(self._fleet.clock.now())
 
     def scraped(self) -> None:
         for backend in self._candidates:
@@ -109,6 +200,7 @@ class Ours:
 
     def joined(self, engine: int) -> None:
         self._join(engine, self._backends[engine])
+        self._admission.pump(self._fleet.clock.now())
 
     def told(self, engine: int, events: list[PoolEvent]) -> None:
         if self._told is not None:
