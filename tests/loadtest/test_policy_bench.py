@@ -39,6 +39,11 @@ def test_prefixaware_keeps_its_lead(set_up: SetUp, rate: float, to_roundrobin: f
     assert ours <= MARGIN * to_leastload * least
 
 
+def test_where_engines_queue_the_held_line_shortens_the_mean_wait() -> None:
+    plain, line = (figures(SYNTHETIC, policy, rate=3.2).ttft_mean_s for policy in ("prefixaware", "prefixaware +line"))
+    assert line <= MARGIN * 0.657 * plain
+
+
 @pytest.mark.parametrize("policy", ["prefixaware", "kvaware"])
 def test_where_prefixes_hardly_matter_nothing_is_lost_to_round_robin(policy: str) -> None:
     assert (
