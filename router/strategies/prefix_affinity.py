@@ -380,8 +380,15 @@ class PrefixAffinity:
         choice.missing_tokens = max(deep - held, 0.0)
         if shared is not None and shared > choice.matched_tokens:
             self._count_shared(choice, shared)
+        lost = 0.0
+        if not held_anyway:
+            # Until the pool has room, those ahead and those that decode take the blocks that nobody holds, and what
+            # this prompt had cached among them. The wait of who comes next has that work in it. The price has not:
+            # each that leaves its history for that reason displaces another's, and all would leave.
+            lost = min(max(ledger.kv_tokens + room - chosen.kv_budget, 0.0), hit)
         choice.uncached_s = (
             chosen.fixed_s
+            + lost * chosen.left_token_s
             + choice.uncached_tokens * (chosen.left_token_s if shared is None else chosen.seconds_per_token)
             + choice.cpu_tokens * chosen.cpu_token_s
             + choice.far_tokens * chosen.far_token_s

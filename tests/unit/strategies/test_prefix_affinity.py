@@ -432,6 +432,36 @@ def test_cached_blocks_need_room_unless_others_hold_them() -> None:
     assert shared.backend is there
 
 
+def test_a_history_that_goes_while_its_request_waits_for_room_is_work_for_those_behind() -> None:
+    """700 tokens cached in a pool of 1,000, of which others hold 600: to take it in, some must go."""
+    rig = Rig("prefixaware", count=1)
+    (only,) = rig.backends
+    history = text_of(1, 704)
+    first = rig.take(history, rig.backends)
+    rig.clock.advance(0.08)
+    rig.strategy.first_byte(first)
+    rig.strategy.observe(first, Outcome(End.COMPLETE, rig.clock.now(), 200))
+    work_s = {}
+    for usage in (0.0, 0.6):
+        before, only.report = (
+            only.report,
+            EngineReport(at=1.0, kv_usage=usage, block_size_tokens=10, num_gpu_blocks=100, running=0.0),
+        )
+        rig.strategy.reported(only, before, only.report)
+        asked = request(history)
+        asked.max_tokens = 10
+        choice = rig.strategy.choose(asked, rig.backends)
+        assert choice is not None
+        assert choice.uncached_tokens == 1  # what is predicted is what is there now
+        work_s[usage] = choice.uncached_s
+    assert rig.placement is not None
+    engine = rig.placement.engine(only)
+    assert engine is not None
+    missing = choice.prompt_tokens + 10 - engine.kv_budget
+    assert missing > 0
+    assert work_s[0.6] - work_s[0.0] == pytest.approx(missing * engine.left_token_s)
+
+
 def test_requests_of_others_count_once_two_polls_agree() -> None:
     rig = Rig("prefixaware", count=2)
     busy, free = rig.backends
