@@ -7,6 +7,7 @@ one of them sends never keeps the others from being asked.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from router.tls import client_context
 
 ANSWER_LIMIT_BYTES: Final = vllm_metrics.BODY_LIMIT_BYTES
 AT_ONCE: Final = 32  # engines asked at the same time
+MOST_TOKENS: Final = 100_000_000  # that any prompt has
 
 _EVENTS_CURE: Final = f'{PUBLISH_EVENTS}, or set kv_events = "off" for this backend'
 
@@ -192,7 +194,11 @@ class _Engine:
         if status == 404:
             self._result.no_events = True
             self._found("no KV events published, as far as it tells (/kv_event_sources answers 404)", _EVENTS_CURE)
-        elif status != 200 or not _publishes(body):
+        elif status != 200:
+            self._found(f"/kv_event_sources answers {status}", "see the engine's log")
+        elif not isinstance(_loaded(body), dict):
+            self._found("/kv_event_sources is not as vLLM answers it: no JSON object", "is it vLLM 0.31 or later?")
+        elif not _publishes(body):
             self._result.no_events = True
             self._found("no KV events published", _EVENTS_CURE)
 
@@ -248,12 +254,18 @@ class _Engine:
             why = getattr(error.certificate_error, "verify_message", "") or "it does not match"
             raise _NoAnswer(f"its certificate is not accepted: {why} (tls_ca, tls_verify)") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _NoAnswer(f"{path} fails with {type(error).__name__}{_reason(error)}") from None
+            raise _NoAnswer(f"{path} fails: {_reason(error)}") from None
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's own words. Other texts may repeat what the engine sent."""
-    return f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+    """The operating system's own words, or ours. Other texts may repeat what the engine sent."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
+        return "its answer is not HTTP as it should be"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection without an answer"
+    return type(error).__name__
 
 
 def _loaded(body: bytes) -> Any:
@@ -284,7 +296,7 @@ def cached_tokens_of(answer: object) -> int | None:
     place = answer
     for key in ("usage", "prompt_tokens_details", "cached_tokens"):
         place = place.get(key) if isinstance(place, dict) else None
-    return place if isinstance(place, int) and not isinstance(place, bool) else None
+    return place if isinstance(place, int) and not isinstance(place, bool) and 0 <= place <= MOST_TOKENS else None
 
 
 def _compare_block_sizes(results: Iterable[Probed]) -> None:

@@ -116,7 +116,7 @@ def test_an_unreachable_engine_is_named_and_does_not_keep_others_from_being_aske
             return await probe([BackendConfig(f"http://127.0.0.1:{port}", "gone"), BackendConfig(url, "here")])
 
     gone, here = asyncio.run(ask())
-    assert re.match(r"gone: unreachable, /health fails with ClientConnectorError .*--port", str(gone.findings[0]))
+    assert re.match(r"gone: unreachable, /health fails: Connection refused; .*--port", str(gone.findings[0]))
     assert len(gone.findings) == 1
     assert here.findings == []
 
@@ -169,7 +169,7 @@ def test_a_reset_is_a_finding(path):
 
     engine.answers[path] = reset
     findings = "\n".join(str(finding) for finding in asked(engine)[0].findings)
-    assert f"{path} fails with ServerDisconnectedError" in findings
+    assert f"{path} fails: it closed the connection without an answer" in findings
 
 
 def test_a_redirect_is_not_followed():
@@ -179,7 +179,7 @@ def test_a_redirect_is_not_followed():
         raise web.HTTPFound("/health")
 
     engine.answers["/kv_event_sources"] = elsewhere
-    assert "no KV events" in only_finding(engine)
+    assert "/kv_event_sources answers 302" in only_finding(engine)
 
 
 def test_a_missing_model_is_named_with_those_that_are_there():
@@ -271,7 +271,6 @@ def test_block_sizes_of_different_models_may_differ():
     "sources",
     [
         {},
-        [],
         {"0": None},
         {"0": {"enable_kv_cache_events": False, "publisher": "zmq"}},
         {"0": {"enable_kv_cache_events": True, "publisher": "null"}},
@@ -291,6 +290,15 @@ def test_an_engine_that_publishes_no_kv_events_is_named(sources):
         "endpoint": "tcp://*:5557",
         "replay_endpoint": "tcp://*:5558",
     }
+
+
+def test_an_engine_that_fails_to_tell_its_sources_is_not_taken_for_one_without():
+    engine = Engine()
+    engine.sources = []
+    assert "/kv_event_sources is not as vLLM answers it" in only_finding(engine)
+    engine = Engine()
+    engine.sources_status = 500
+    assert "/kv_event_sources answers 500" in only_finding(engine)
 
 
 def test_an_engine_that_does_not_know_kv_event_sources_is_named():
