@@ -160,7 +160,10 @@ def test_predictions_are_what_engines_report(
         f" reasons {dict(Counter(a.reason for a in seen))}, by engine {dict(Counter(a.backend for a in seen))}"
     )
     assert share_right(seen) >= 0.95
-    assert {answer.reason for answer in seen} <= {"kv", "load"}
+    # a busy machine may answer /tokenize later than a request waits for it
+    unknown = sum(answer.reason == "fallback-no-tokens" for answer in seen)
+    assert unknown <= (10 if token_source(gateway) == "engine" else 0)
+    assert {answer.reason for answer in seen} <= {"kv", "load", "fallback-no-tokens"}
     for backend in told(gateway):
         assert backend["learned"]["placed_by"] == "events"
         assert backend["hits"]["trusted"]
