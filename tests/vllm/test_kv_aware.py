@@ -203,7 +203,9 @@ def test_a_killed_engine_that_comes_back_is_empty(
         follow_all(gateway)
         before = load.run(gateway, 30)
         assert {answer.backend for answer in before} == {engine.name for engine in engines}
-        engines[0].stop()
+        engines[0].kill_engine_core()
+        engines[0].kill_api_server()
+        engines[0].stop()  # whatever is left of it
         between = load.run(gateway, 10)
         engines[0].start()
         engines[0].wait_until_up()
