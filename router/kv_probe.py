@@ -16,6 +16,7 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
+from router.backends.asking import ask
 from router.backends.backend import Backend, State
 from router.backends.health import poll_session
 from router.backends.probe import Finding, Probed, cached_tokens_of
@@ -78,11 +79,11 @@ async def probe_caches(config: Config, results: Sequence[Probed], patience: Pati
     session = poll_session()
     try:
 
-        async def ask(result: Probed, backend: Backend) -> None:
+        async def question(result: Probed, backend: Backend) -> None:
             async with limit:
                 await _Question(session, contexts, intake, holdings, result, backend, patience).ask()
 
-        await asyncio.gather(*(ask(result, backend) for _, result, backend in asked))
+        await asyncio.gather(*(question(result, backend) for _, result, backend in asked))
         await _ask_tokens(tokens, asked, patience)
     finally:
         await session.close()
@@ -206,23 +207,14 @@ class _Question:
         backend = self._backend
         base = [name for name, entry in backend.models.items() if entry.get("parent") is None]
         body = orjson.dumps({"model": (base or list(backend.models))[0], "prompt": ids, "max_tokens": 1})
-        headers = {"Content-Type": "application/json"}
-        if backend.api_key:
-            headers["Authorization"] = f"Bearer {backend.api_key}"
-        tls: Any = True
-        if backend.url.startswith("https:"):
-            tls = self._contexts.of(backend.tls_ca, backend.tls_verify)
         try:
-            async with (
-                asyncio.timeout(self._patience.completion_s),
-                self._session.post(
-                    f"{backend.url}/v1/completions", data=body, headers=headers, allow_redirects=False, ssl=tls
-                ) as response,
-            ):
-                content = await response.content.read(ANSWER_LIMIT_BYTES)
-                if response.status == 200:
-                    return orjson.loads(content)
-                why = f"answers {response.status}"
+            async with asyncio.timeout(self._patience.completion_s):
+                status, content = await ask(
+                    self._session, self._contexts, backend, "/v1/completions", limit_bytes=ANSWER_LIMIT_BYTES, body=body
+                )
+            if status == 200:
+                return orjson.loads(content)
+            why = f"answers {status}"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = f"fails with {type(error).__name__}"
         self._found(f"cannot compare its KV events: a completion of one token {why}", "see the engine's log")

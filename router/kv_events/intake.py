@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import zmq
 
+from router.backends.asking import TooLong, ask
 from router.backends.backend import Backend, State
 from router.backends.cures import PUBLISH_EVENTS
 from router.backends.registry import BackendAdded, BackendRemoved, FleetEvent, Reconfigured, Registry, StateChanged
@@ -412,23 +413,15 @@ class KvEventIntake:
 
     async def _get(self, backend: Backend, path: str, limit_bytes: int) -> tuple[int, bytes]:
         assert self._session is not None
-        headers = {"Authorization": f"Bearer {backend.api_key}"} if backend.api_key else None
         try:
-            tls = self._contexts.of(backend.tls_ca, backend.tls_verify) if backend.url.startswith("https:") else True
             async with asyncio.timeout(None) as limit:
                 timer = self._clock.call_later(self._settings.ask_timeout_s, limit.reschedule, 0)
                 try:
-                    async with self._session.get(
-                        backend.url + path, headers=headers, allow_redirects=False, ssl=tls
-                    ) as response:
-                        content = bytearray()
-                        async for part in response.content.iter_any():
-                            content += part
-                            if len(content) > limit_bytes:
-                                raise _NotNow(f"{path} answers with more than {limit_bytes} bytes")
-                        return response.status, bytes(content)
+                    return await ask(self._session, self._contexts, backend, path, limit_bytes=limit_bytes)
                 finally:
                     timer.cancel()
+        except TooLong as error:
+            raise _NotNow(f"{path} answers with {error}") from None
         except TimeoutError:
             raise _NotNow(f"{path} does not answer within {self._settings.ask_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:

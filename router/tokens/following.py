@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
+from router.backends.asking import ask
 from router.backends.backend import Backend, State
 from router.backends.registry import BackendRemoved, FleetEvent, ModelsChanged, Registry, StateChanged
 from router.clock import Clock
@@ -94,18 +95,4 @@ class FleetTokens:
 
     async def _post(self, backend: Backend, path: str, body: bytes, time_limit_s: float) -> tuple[int, bytes]:
         """The caller limits the time."""
-        headers = {"Content-Type": "application/json"}
-        if backend.api_key:
-            headers["Authorization"] = f"Bearer {backend.api_key}"
-        tls: Any = True
-        if backend.url.startswith("https:"):
-            tls = self._contexts.of(backend.tls_ca, backend.tls_verify)
-        async with self._session.post(
-            backend.url + path, data=body, headers=headers, allow_redirects=False, ssl=tls
-        ) as response:
-            content = bytearray()
-            async for part in response.content.iter_any():
-                content += part
-                if len(content) > ANSWER_LIMIT_BYTES:
-                    raise ValueError(f"more than {ANSWER_LIMIT_BYTES} bytes")
-            return response.status, bytes(content)
+        return await ask(self._session, self._contexts, backend, path, limit_bytes=ANSWER_LIMIT_BYTES, body=body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import ssl
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,8 @@ from tests.support.certificates import make_certificates
 from tests.support.redis_server import RedisServer, running_redis
 from tests.unit.l2.rig import BLAKE3, BUILTIN, ROOT, prompt, rig, scripted, stored, until, write
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("empty_server")]
 MP = {"head": f"{ROOT}@01000100@0@", "tail": "", "endings": ("",)}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _empty(server: RedisServer) -> None:
-    with redis.Redis(port=server.port) as client:
-        client.flushall()
 
 
 async def test_the_leading_chunks_that_are_there_are_counted_up_to_the_first_gap(server: RedisServer) -> None:

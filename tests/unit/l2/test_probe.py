@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 from router.backends.probe import Probed
 from router.l2.probe import probe_store
@@ -15,23 +13,11 @@ from router.l2.settings import L2Settings
 from tests.support.redis_server import RedisServer, running_redis
 from tests.unit.l2.rig import ROOT, prompt, scripted, stored, write
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("empty_server")]
 ENGINES = [
     Probed("gpu-0", entries=[{"id": "served", "root": ROOT}, {"id": "sql", "root": "/l", "parent": "served"}]),
     Probed("gpu-1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _empty(server: RedisServer) -> None:
-    with redis.Redis(port=server.port) as client:
-        client.flushall()
 
 
 async def test_a_store_that_is_right_or_empty_has_no_finding(server: RedisServer) -> None:
