@@ -29,6 +29,7 @@ from router.kv_events.rank_feed import FeedState
 from router.kv_events.settings import IntakeSettings
 from router.metrics import Metrics
 from router.tls import ClientContexts
+from router.tokens.answers import Answer, NoTokens
 from router.tokens.following import FleetTokens
 from router.tokens.tokens import TokensSettings
 
@@ -113,6 +114,14 @@ async def _ask_tokens(
 
             await _until(settled, patience.tokens_s)
             state = fleet.tokens.state(model)
+            if state["source"] == "engine" and (why := await _untokenized(fleet, model, patience)) is not None:
+                result.findings.append(
+                    Finding(
+                        backend.name,
+                        f"tokens of model {model}: engines are asked, and their /tokenize is of no use: {why}",
+                        "give the model's folder (routing.kvaware.tokenizer), or mend /tokenize",
+                    )
+                )
             if state["source"] == "off" or state["check"] == "mismatch" or not settled():
                 result.findings.append(
                     Finding(
@@ -121,6 +130,15 @@ async def _ask_tokens(
                         "correct routing.kvaware.tokenizer (or models.tokenizers): the folder that the engine serves",
                     )
                 )
+
+
+async def _untokenized(fleet: FleetTokens, model: str, patience: Patience) -> str | None:
+    """Why the engines do not count a short prompt; None where they do."""
+    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    deadline = asyncio.get_running_loop().time() + patience.events_s
+    question = fleet.tokens.ask(model, "/v1/completions", b'{"prompt": "How many?"}', deadline, answered.set_result)
+    answer = question.answer if question.answer is not None else await answered
+    return (answer.detail or answer.why.value) if isinstance(answer, NoTokens) else None
 
 
 async def _until(condition: Callable[[], bool], within_s: float) -> bool:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from router.backends.probe import probe
 from router.config import parse
@@ -18,6 +20,7 @@ from tests.support.sim_process import SimProcess, running_sim
 from tests.support.tokenizer_folders import write_folder
 
 FAST = ("--step-ms", "1", "--decode-ms", "1", "--enable-prompt-tokens-details")
+JSON = {"content-type": "application/json"}
 NO_REPLAY = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0"}
 
 
@@ -80,6 +83,38 @@ def test_events_of_another_engine_are_found_out(sim: SimProcess) -> None:
 def test_a_wrong_tokenizer_is_named_with_the_difference(sim: SimProcess, tmp_path: Path) -> None:
     (finding,) = findings(sim.url, kvaware={"tokenizer": str(write_folder(tmp_path))})
     assert re.search(r"tokens of model sim-8b: engine, .*sample '\w+'.*; correct routing\.kvaware\.tokenizer", finding)
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, b"{}"), (404, b"{}"), (200, b"<html>"), (200, b'{"tokens": [-1]}')])
+def test_a_tokenize_of_no_use_is_named(sim: SimProcess, status: int, body: bytes) -> None:
+    async def ask() -> list[str]:
+        async def relay(request: web.Request) -> web.Response:
+            if request.path == "/tokenize":
+                return web.Response(status=status, body=body)
+            async with (
+                aiohttp.ClientSession(auto_decompress=False) as session,
+                session.request(
+                    request.method, sim.url + request.path, data=await request.read(), headers=JSON
+                ) as told,
+            ):
+                return web.Response(status=told.status, body=await told.read())
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", relay)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        config = parse({"routing": {"strategy": "kvaware"}, "backends": [{"url": f"http://127.0.0.1:{port}"}]})
+        results = await probe(config.backends, kv_events=True)
+        await probe_caches(config, results)
+        await runner.cleanup()
+        return [str(finding) for result in results for finding in result.findings]
+
+    (finding,) = asyncio.run(ask())
+    assert "their /tokenize is of no use" in finding
+    assert "routing.kvaware.tokenizer" in finding
 
 
 def test_an_engine_that_refuses_the_completion_is_named(sim: SimProcess) -> None:
